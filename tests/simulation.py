@@ -36,7 +36,6 @@ if __name__ == "__main__":
 
 from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
-from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
 from kvdist.core.machine import ChildEnded, Effect
 from kvdist.core.round import UNANSWERED, Contribution, Verdict
@@ -52,6 +51,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard
 from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.worker import requests
+from kvdist.core.worker.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.worker.worker import Worker
 from kvdist.diagnostics.record import Reader, Writer
 from kvdist.diagnostics.replay import Difference, replay

@@ -18,7 +18,7 @@ class ClusterView:
     """The cluster as one process sees it. Servers are named by their ranks.
 
     me: this process; its rank is `UNRANKED` until the scheduler has given it one.
-    epoch: how many rosters it has seen.
+    epoch: number of the newest roster.
     sharing: servers that read this process's shared memory, so that nothing of it is carried there.
     far: servers whose addresses lie across a network.
     summed: servers to which large slices go as one sum of this host.

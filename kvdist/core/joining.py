@@ -35,7 +35,7 @@ class Introduction:
 
 
 class Joining:
-    """The part that servers and workers share until the first roster is in.
+    """The tie of a server or worker to the scheduler: how it joins, and how long the scheduler may be away.
 
     Args:
         introduction: who this process is.
@@ -119,12 +119,7 @@ class Joining:
         Before the cluster is complete nobody counts as lost for its silence: `form_timeout_s` bounds that.
         """
         is_judged = self.complete or not after_silence
-        return now + grace_s + self.scheduler_absence_s if is_judged else fx.NEVER
-
-    @property
-    def scheduler_absence_s(self) -> float:
-        """How long the scheduler may be away beyond a broken connection."""
-        return self.away_s
+        return now + grace_s + self.away_s if is_judged else fx.NEVER
 
     def welcome(self, message: msg.Welcome, now: float) -> None:
         """Take the seat that the scheduler gave."""

@@ -53,7 +53,10 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """`member` has left: nothing more is sent to it. Only `Reliable` sees these; it returns the tokens."""
+    """Take back all that `member`, which has left, has not acknowledged, and return its tokens to `acknowledged`.
+
+    Later messages to it are sent; who may send some gives the effect again.
+    """
 
     member: Member
 

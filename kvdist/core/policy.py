@@ -1,9 +1,10 @@
 """When a round closes, and which contributions count: a frozen object per store.
 
-Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
-every server decides alike. Quotas, quorums and bounded delays are none of these: they decide when a worker pushes, and
-whether with something (`kvdist.core.server.progress`). A version that is closed on k contributions of many would need a
-rule here for late contributions (`Round.offer`), and their outcome in the answer.
+Its settings are synchronous rounds, quotas (rounds of as many steps as each worker has made) and asynchronous updates,
+the first and the last with priority slices, too. The decisions are pure functions of the state, so every server decides
+alike. When a worker pushes under a quota, a quorum or a bounded delay is decided in `kvdist.core.server.progress`. A
+version that is closed on k contributions of many would need a rule here for late contributions (`Round.offer`), and
+their outcome in the answer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from kvdist.config.settings import Limits
-from kvdist.protocol import messages as msg
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Policy:
         return self.close is None
 
     def slice_bytes(self, limits: Limits) -> int:
-        """The most bytes that a slice of such a store has."""
+        """Return the most bytes that a slice of such a store has."""
         return limits.priority_slice_bytes if self.by_priority else limits.slice_bytes
 
     def is_full(self, present: Set[int], members: Set[int]) -> bool:
@@ -82,21 +82,3 @@ def with_priority_slices(policy: Policy) -> Policy:
     if policy.has_own_pace:
         return policy
     return P3 if policy.is_lockstep else P3_ASYNC
-
-
-_DEEDS = {
-    msg.DueWhen.QUOTA: "make their part of {} examples",
-    msg.DueWhen.QUORUM: "make their steps, {} of them at least",
-    msg.DueWhen.ASYNC: "say how late a gradient is, of at most {} versions",
-}
-
-
-def deed_of(progress: msg.Progress) -> str:
-    """What other workers have to do before the push that a worker reports progress for is due, for people."""
-    if progress.together:
-        deed = "make an exchange of all workers"
-    elif progress.now:
-        deed = "push what they have"
-    else:
-        deed = _DEEDS[msg.DueWhen(progress.when)].format(progress.quota)
-    return f"{deed} (step {progress.step + 1})"

@@ -178,7 +178,7 @@ class Round:
         Raises:
             PushRefused: the worker's push counter does not fit, which only a broken peer can cause.
         """
-        verdict = self.place_of(contribution)
+        verdict = self.verdict_on(contribution)
         if verdict is Verdict.ACCEPTED:
             rank = contribution.member.node.rank
             if not self.slots:
@@ -187,7 +187,7 @@ class Round:
             self.refused.pop(rank, None)  # it was answered, or the worker would not go on
         return verdict
 
-    def place_of(self, contribution: Contribution) -> Verdict:
+    def verdict_on(self, contribution: Contribution) -> Verdict:
         """What `offer` would do.
 
         Raises:
@@ -354,7 +354,7 @@ class Round:
             self.examples.pop(rank, None)
         return {rank: max(self.counted.pop(rank, 0) - self.began.pop(rank, 0), 0) for rank in ranks}
 
-    def drop_open(self, ranks: Set[int]) -> None:
+    def drop_uncounted(self, ranks: Set[int]) -> None:
         """Drop what these lost workers have pushed and no version has: they come back, and push it again."""
         for rank in ranks:
             self.slots.pop(rank, None)
@@ -374,7 +374,7 @@ class Round:
         self.slots, self.refused, self.pulls, self.admission = {}, {}, [], None
         self._unsatisfied = 0
 
-    def drop_departed(self, live: Mapping[int, object]) -> None:
+    def keep_only(self, live: Mapping[int, object]) -> None:
         """Drop the contributions of departed workers: they belong to values that were replaced."""
         self.slots = {rank: one for rank, one in self.slots.items() if rank in live}
 

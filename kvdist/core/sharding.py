@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvdist.core.policy import Policy
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol import messages as msg
 
@@ -137,7 +136,6 @@ class Placer:
         bigarray_bound: elements from which on a key is cut over all servers.
         slice_bytes: the most bytes a slice may have.
         by_hash: place by MXNet's hash of the key instead of balancing bytes.
-        priority_slice_bytes: `slice_bytes` of stores with priority slices; 0 is the same.
     """
 
     def __init__(
@@ -146,20 +144,14 @@ class Placer:
         bigarray_bound: int,
         slice_bytes: int,
         by_hash: bool = False,
-        priority_slice_bytes: int = 0,
     ) -> None:
         self.num_servers = num_servers
-        self.priority_slice_bytes = priority_slice_bytes or slice_bytes
         self.bigarray_bound = bigarray_bound
         self.slice_bytes = slice_bytes
         self.by_hash = by_hash
         self.loads_bytes = [0] * num_servers
         self._next_slice = 0
         self._next_index = 0
-
-    def slice_bytes_of(self, policy: Policy) -> int:
-        """The most bytes that a slice of such a store may have."""
-        return self.priority_slice_bytes if policy.by_priority else self.slice_bytes
 
     def place(
         self,

@@ -195,7 +195,7 @@ class Verdicts:
         return [fx.Log(f"{one.sentence} The job has waited {_s(one.cost_s)} for it in all.") for one in costly]
 
     def _look(self, now: float) -> Iterator[str]:
-        there = {*self._membership.there.values(), *self._membership.servers.values()}
+        there = {*self._membership.members.values(), *self._membership.servers.values()}
         self._of = {member: history for member, history in self._of.items() if member in there}
         self._active = {member: verdict for member, verdict in self._active.items() if member in there}
         servers = {one: history.busy for one, history in self._of.items() if one.node.role is Role.SERVER}

@@ -13,10 +13,10 @@ from itertools import zip_longest
 from typing import Any
 
 from kvdist.core import machine as fx
-from kvdist.core.host_aggregation import HostAggregation
 from kvdist.core.reliable import Reliable
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
+from kvdist.core.worker.host_aggregation import HostAggregation
 from kvdist.core.worker.worker import Worker
 from kvdist.diagnostics.record import (
     Asked,

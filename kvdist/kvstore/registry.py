@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvdist.config.suggestions import did_you_mean
-from kvdist.core.commands import Handler
 from kvdist.core.policy import ASYNC, P3, SYNC, Policy
+from kvdist.core.server.commands import Handler
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX
 from kvdist.runtime.cluster import HANDLERS

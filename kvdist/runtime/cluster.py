@@ -33,9 +33,9 @@ from kvdist.config.environment import (
 from kvdist.config.exit_codes import tell_what_lingers
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
-from kvdist.core.commands import Handler
 from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.commands import Handler
 from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker import requests as req
@@ -423,7 +423,7 @@ def _joined(config: ClusterConfig) -> Cluster:
     aggregation = None
     # A contribution in a sum of a host cannot go back to a snapshot.
     if config.local_reduce != "off" and config.num_workers > 1 and config.snapshots is None:
-        from kvdist.core.host_aggregation import HostAggregation  # a feature at a seam: loaded where it is used
+        from kvdist.core.worker.host_aggregation import HostAggregation  # a feature at a seam: loaded where it is used
 
         aggregation = HostAggregation(config.local_reduce, config.limits, memory.allocate)
     machine = Worker(introduced, config.limits, time.monotonic(), aggregation)

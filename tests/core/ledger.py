@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdist.core.machine import Effect
+from kvdist.core.server.checkpoints import Restoring
 from kvdist.core.server.holder import Holder
 from kvdist.core.server.replica import Copy, ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import LatePush
-from kvdist.core.server.snapshots import Restoring
 from kvdist.nodes import Member
 
 Counted = list[tuple[Member, int]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.machine import Effect, Send
+from kvdist.core.scheduler.agreement import Agreement, Questions
 from kvdist.nodes import Member, NodeId, server, worker
 from kvdist.protocol.messages import ErrorCode, Failed, Perform
 from tests.cases import each

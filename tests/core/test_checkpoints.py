@@ -13,8 +13,8 @@ from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import EVERYTHING, WriteManifest, WriteShard
 from kvdist.core.machine import Send
 from kvdist.core.server.block import Block
+from kvdist.core.server.checkpoints import ServerCheckpoints
 from kvdist.core.server.shard import Shard
-from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.worker import pending
 from kvdist.core.worker.pending import SavingCalls
 from kvdist.dtypes import DType
@@ -136,11 +136,17 @@ def test_many_slices_are_marked_in_several_messages(tmp_path: Path) -> None:
 
 def test_rounds_ask_nobody_about_checkpoints_while_there_is_none(tmp_path: Path) -> None:
     wired = a_cluster()
-    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "send_loads"):
+    with (
+        mock.patch.multiple(ServerCheckpoints, look=None, take_effects=None),
+        mock.patch.object(SavingCalls, "send_loads"),
+    ):
         push_all(wired, 0, 1)
     save_all(wired, tmp_path)
     wired.settle_works()
-    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "send_loads"):
+    with (
+        mock.patch.multiple(ServerCheckpoints, look=None, take_effects=None),
+        mock.patch.object(SavingCalls, "send_loads"),
+    ):
         push_all(wired, 2)
     require_moment(tmp_path, (0, 1), 2)
 

@@ -119,7 +119,7 @@ def cut_for(newcomers: int) -> Work:
         for rank in range(1, newcomers + 1):
             wired.take_part(rank)
         wired.settle()
-    assert len(wired.scheduler.membership.workers) == newcomers + 1
+    assert len(wired.scheduler.membership.awaited) == newcomers + 1
     assert work.times["Server", "Roster"] <= 4, "all but the first have joined together"
     return work
 

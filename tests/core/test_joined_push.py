@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.round import UNANSWERED, Contribution, Setting
 from kvdist.core.server.decoding import as_push, parts_of_sum
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker import transfers as worker_transfers
+from kvdist.core.worker.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.worker.requests import Run, RunKind, RunPart, RunPlan, Transfer
 from kvdist.core.worker.transfers import Transfers
 from kvdist.dtypes import DType

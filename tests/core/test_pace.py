@@ -103,7 +103,7 @@ class Job:
             if self.now[rank] - mine.since >= 1.0:
                 sums = [round(1e6 * number) for number in mine.sums]
                 self._hear(
-                    self.membership.there[worker(rank)], StepTimes(mine.steps, mine.samples, *sums), self.now[rank]
+                    self.membership.members[worker(rank)], StepTimes(mine.steps, mine.samples, *sums), self.now[rank]
                 )
                 self._unreported[rank] = Unreported(self.now[rank])
         now = min(self.now.values())

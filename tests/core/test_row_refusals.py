@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
 from kvdist.core.server.buffers import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, Buffer
+from kvdist.core.server.checkpoints import ServerCheckpoints
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.replies import Replies
 from kvdist.core.server.shard import Shard, hints
-from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
@@ -56,7 +56,7 @@ class Fed:
         self.peers = Peers("server-1")
         self.replies = Replies(Limits(), Traffic(), self.peers)
         arithmetic = Arithmetic(REFERENCE, Updater)
-        self.shard = Shard(Limits(), arithmetic, REFERENCE, self.allocate, self.replies, Snapshots(self.peers))
+        self.shard = Shard(Limits(), arithmetic, REFERENCE, self.allocate, self.replies, ServerCheckpoints(self.peers))
         keys, shapes = ("t", "lazy"), ((10, 2), (1 << 40, 2))
         placement = Placement((0, 2), (Placement.CUT, Placement.CUT), 64)
         self.shard.assign(Assign(1, 0, "sync", keys, shapes, (1, 1), (1, 1), (ROWS, "zeros"), placement), 1, 2)

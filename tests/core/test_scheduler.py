@@ -711,7 +711,7 @@ def test_a_server_that_comes_back_is_let_in_while_others_are_asked() -> None:
 def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers_read() -> None:
     scheduler, servers = with_copies()
     with mock.patch.object(type(scheduler.keys), "saved", lambda keys, store: ("w",)):
-        workers = [*scheduler.membership.workers.values()]
+        workers = [*scheduler.membership.awaited.values()]
         load = Load(1, 0, "/run/step-1", ("weights",), "")
         assert scheduler.handle(workers[0], load, 0.2) == [], "it waits for the other one"
         scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
@@ -729,12 +729,12 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
 def test_pushes_that_a_rollback_undoes_are_not_accounted_for() -> None:
     scheduler, servers = with_copies()
     noted = scheduler.losses.leases = SettledNoted()
-    lost = scheduler.membership.workers[worker(1)]
+    lost = scheduler.membership.awaited[worker(1)]
     fates = (Fate(1, lost.incarnation, 0, 50, 50, 1, 1, examples=400),)
     scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
     scheduler.tick(0.3)
     scheduler.handle(servers[0], seen(scheduler, fates), 0.4)
-    scheduler.losses.go_back()
+    scheduler.losses.roll_back()
     effects = [one for server in servers[1:] for one in scheduler.handle(server, seen(scheduler, fates), 0.5)]
     assert not noted.most and not scheduler.membership.fates and not scheduler.membership.unaccounted
     assert not [one.text for one in effects if isinstance(one, Log)]
@@ -743,7 +743,7 @@ def test_pushes_that_a_rollback_undoes_are_not_accounted_for() -> None:
 def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:
     scheduler, servers = with_copies()
     noted = scheduler.losses.leases = SettledNoted()
-    lost = scheduler.membership.workers[worker(1)]
+    lost = scheduler.membership.awaited[worker(1)]
     scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
     scheduler.tick(0.3)
 
@@ -766,7 +766,7 @@ def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_and_what_another_ser
     for one in servers[1:]:
         scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), said), 0.3)
     save = Save(1, 0, "/run/step-1", ("weights",), 0, "", 1, 0, 1, SavedFile("", 0, ""), "")
-    workers = scheduler.membership.workers.values()
+    workers = scheduler.membership.awaited.values()
     told = [one.message for member in workers for one in scheduler.handle(member, save, 0.4) if isinstance(one, Send)]
     reasons = {one.reason for one in told if isinstance(one, Failed)}
     assert reasons == {f"server-1: {said}; server-0 was lost before it had saved its slices: save again"}
@@ -782,7 +782,7 @@ def test_a_checkpoint_that_would_be_refused_is_complete_if_an_earlier_scheduler_
     for one in servers[1:]:
         scheduler.handle(one, Saved(0, 0, made if one is servers[1] else SavedFile("", 0, ""), ""), 0.3)
     save = Save(1, 0, "/run/step-1", ("weights",), 0, "0123456789abcdef", 1, 0, 1, SavedFile("", 0, ""), "")
-    workers = [*scheduler.membership.workers.values()]
+    workers = [*scheduler.membership.awaited.values()]
     *_, swept = [one for member in workers for one in scheduler.handle(member, save, 0.4)]
     assert isinstance(swept, Persist) and isinstance(swept.work, Sweep)
     record = FileRecord(made.name if is_there else "server-1-09.safetensors", made.nbytes, made.sha256)
@@ -804,7 +804,7 @@ def test_who_is_given_up_before_it_has_heard_its_welcome_is_told_to_start_again(
 def test_who_still_waits_for_a_rank_when_the_job_ends_hears_how_it_has_ended() -> None:
     for ends_well in (True, False):
         scheduler, servers = with_copies()
-        workers = dict(scheduler.membership.workers)
+        workers = dict(scheduler.membership.awaited)
         late = [stranger(Role.WORKER, 9), stranger(Role.SERVER, 10)]
         for one in late:
             (answer,) = scheduler.handle(one, hello(1, 2, 3), 0.2)

@@ -8,6 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdist.config.settings import Limits
 from kvdist.core.policy import P3, P3_ASYNC, SYNC
 from kvdist.core.sharding import Keep, Placer, cut, ranges, slices_of
 from kvdist.protocol.messages import Placement
@@ -80,8 +81,9 @@ def test_slices_that_are_too_short_for_pages_begin_at_cache_lines() -> None:
 
 
 def test_a_store_with_priority_slices_has_slices_of_its_own_size() -> None:
-    placer = Placer(2, 1 << 30, 64, priority_slice_bytes=16)
-    assert [placer.slice_bytes_of(policy) for policy in (SYNC, P3, P3_ASYNC)] == [64, 16, 16]
+    limits = Limits(slice_bytes=64, priority_slice_bytes=16)
+    assert [policy.slice_bytes(limits) for policy in (SYNC, P3, P3_ASYNC)] == [64, 16, 16]
+    placer = Placer(2, 1 << 30, 64)
     usual = placer.place(["a"], [(10,)], [4])
     small = placer.place(["b"], [(10,)], [4], slice_bytes=16)
     after = placer.place(["c"], [(1,)], [4])

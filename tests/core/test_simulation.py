@@ -18,13 +18,12 @@ import pytest
 
 from kvdist.checkpoint.snapshot import SliceImage
 from kvdist.config.settings import Limits
-from kvdist.core.agreement import Agreement, Questions
-from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import Joining
 from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, Contribution, PullRequest, Round, Verdict
+from kvdist.core.scheduler.agreement import Agreement, Questions
 from kvdist.core.scheduler.checkpoints import Checkpoints, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
@@ -33,9 +32,10 @@ from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.rollback import Rollback, Snapshot
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import replica, shard, slice_parts, snapshots
+from kvdist.core.server import checkpoints, replica, shard, slice_parts
 from kvdist.core.server.block import Block, BlockRows, Blocks
 from kvdist.core.server.buffers import Buffer, BufferPool, ReplyBuffers
+from kvdist.core.server.checkpoints import Restoring, ServerCheckpoint, ServerCheckpoints
 from kvdist.core.server.holder import Holder
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.progress import Quotas
@@ -43,10 +43,10 @@ from kvdist.core.server.replica import CopiedShard, ReplicatedServer
 from kvdist.core.server.replies import Reply
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard
-from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker import newcomer
+from kvdist.core.worker.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.worker.pending import BarrierCalls, SavingCalls
 from kvdist.core.worker.progress import ProgressReports
 from kvdist.core.worker.requests import LoadStore, Request, RunPart
@@ -485,7 +485,7 @@ def test_one_worker_and_three_servers_work_too() -> None:
 # Mutants: with a rule switched off, some seed must fail.
 
 
-ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedShard.replicate, Round.place_of
+ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedShard.replicate, Round.verdict_on
 ORIGINAL_PACKED, ORIGINAL_PUBLISHED = slice_parts.packed, ReplicatedServer._published
 
 
@@ -677,7 +677,7 @@ def says_nothing_again(self: Transfers) -> None:
     self._outboxes[LEADER].forget()
 
 
-def leases_nothing(self: Snapshots, cut: ServerSnapshot, numbers: Sequence[int]) -> None:
+def leases_nothing(self: ServerCheckpoints, cut: ServerCheckpoint, numbers: Sequence[int]) -> None:
     """What is being saved may be written again."""
     ORIGINAL_TAKE(self, cut, numbers)
     taken = dict(cut.taken)
@@ -794,7 +794,7 @@ def goes_on_without(agreements: str) -> Callable[[Scheduler, float], list[Effect
     return without_departed
 
 
-def keeps_marks(self: Snapshots, lost: Set[int]) -> None:
+def keeps_marks(self: ServerCheckpoints, lost: Set[int]) -> None:
     """A checkpoint waits for pushes of a lost worker."""
 
 
@@ -856,13 +856,13 @@ def exempts_nobody_later(self: Agreement[Any]) -> Set[Member]:
     return self.unasked
 
 
-def awaits_marks_of_all(self: Snapshots, snapshot: ServerSnapshot) -> Set[int]:
+def awaits_marks_of_all(self: ServerCheckpoints, snapshot: ServerCheckpoint) -> Set[int]:
     """A checkpoint of a server waits for those, too, that have joined later in the program."""
     return self._peers.awaited
 
 
 def needs_others(self: Losses, member: Member, said: str) -> bool:
-    others = (self._membership.there.keys() | self._membership.newcomers.keys()) - {member.node}
+    others = (self._membership.members.keys() | self._membership.newcomers.keys()) - {member.node}
     return bool(others) and ORIGINAL_MAY_GO_ON(self, member, said)
 
 
@@ -952,7 +952,7 @@ def forgets_what_is_held(self: Leases, version: int) -> None:
         holder.ranges.clear()
 
 
-def knows_no_examples(self: Snapshots, snapshot: ServerSnapshot, examples: Any) -> None:
+def knows_no_examples(self: ServerCheckpoints, snapshot: ServerCheckpoint, examples: Any) -> None:
     """A snapshot has none of what workers have leased."""
 
 
@@ -969,7 +969,7 @@ def lets_them_sleep(self: Leases, position: Any) -> None:
 
 
 ORIGINAL_SNAPSHOT_BEGINS = Leases.snapshot_begins
-ORIGINAL_GO_BACK = Leases.go_back
+ORIGINAL_GO_BACK = Leases.roll_back
 ORIGINAL_LEASE = Queue.lease
 ORIGINAL_LEASES_LEASE = Leases.lease
 ORIGINAL_SETTLED = Leases.account
@@ -1111,7 +1111,7 @@ def leaves_no_time(self: Membership, due: float) -> None:
 
 def judges_the_scheduler_while_it_forms(self: Joining, grace_s: float, after_silence: bool, now: float) -> float:
     """A scheduler that is silent counts as lost after its time, whether all have come or not."""
-    return now + grace_s + self.scheduler_absence_s
+    return now + grace_s + self.away_s
 
 
 ORIGINAL_OBSERVE, ORIGINAL_JUDGE_SILENT = Scheduler.observe, Membership.judge_silent
@@ -1213,8 +1213,8 @@ ORIGINAL_WITHOUT = Scheduler._without_departed
 ORIGINAL_OFFER, ORIGINAL_ANSWER_PULLS = SparseTable.offer, Shard._answer_pulls
 ORIGINAL_BUFFER = ReplyBuffers.acquire
 ORIGINAL_COMPLETE = HostRounds._complete
-ORIGINAL_TAKE = Snapshots._copy
-ORIGINAL_IS_DUE = snapshots._is_due
+ORIGINAL_TAKE = ServerCheckpoints._copy
+ORIGINAL_IS_DUE = checkpoints._is_due
 ORIGINAL_END = Restoring.end
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
@@ -1430,15 +1430,15 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "leader leaves one host",
         [(Transfers, "reclaim", says_nothing_again)],
     ),
-    "what is being saved is written": ("checkpoints", [(Snapshots, "_copy", leases_nothing)]),
+    "what is being saved is written": ("checkpoints", [(ServerCheckpoints, "_copy", leases_nothing)]),
     "states are saved that go on changing": ("checkpoints", [(SliceState, "copy", copies_nothing)]),
     "the moment of a checkpoint passes by": (
         "checkpoints of hosts in a storm",
-        [(snapshots, "_is_due", waits_for_all_marks)],
+        [(checkpoints, "_is_due", waits_for_all_marks)],
     ),
     "some pushes before a checkpoint are not in it": (
         "async checkpoints",
-        [(snapshots, "_is_due", waits_for_one_mark)],
+        [(checkpoints, "_is_due", waits_for_one_mark)],
     ),
     "a checkpoint does not wait for servers": (
         "checkpoints",
@@ -1486,7 +1486,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "goes on loading",
         [(Scheduler, "_without_departed", goes_on_without("checkpoints"))],
     ),
-    "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
+    "marks of lost workers stay": ("goes on saving in a storm", [(ServerCheckpoints, "unmark", keeps_marks)]),
     "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
     "the pushes of a sum are dropped one by one": (
         "goes on with sums of hosts",
@@ -1533,7 +1533,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "servers' checkpoints wait for a newcomer": (
         "joins while others save",
-        [(Snapshots, "_awaited", awaits_marks_of_all)],
+        [(ServerCheckpoints, "_awaited", awaits_marks_of_all)],
     ),
     "the last loss ends the job": ("joins when all were lost", [(Losses, "may_go_on", needs_others)]),
     "nobody waits for one that comes back": (
@@ -1553,7 +1553,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "who comes back reads the present": ("waits", [(Round, "is_before", knows_one_version)]),
     "rows of the version before are not kept": ("waits with rows", [(TableRows, "visited", keeps_no_rows)]),
     "a block that is split loses the version before": ("waits", [(Block, "_part", loses_what_was_before)]),
-    "what counts of the lost counts again": ("waits", [(Round, "drop_open", forgets_what_counts)]),
+    "what counts of the lost counts again": ("waits", [(Round, "drop_uncounted", forgets_what_counts)]),
     "who comes back begins at the highest version": ("waits", [(Newcomers, "_version", begins_at_the_highest)]),
     "nobody waits for who is away": ("waits", [(Peers, "rest", awaits_who_is_there)]),
     "keys that are declared later leave out who has come back": (
@@ -1587,10 +1587,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "nobody knows which examples a snapshot has": (
         "goes back leasing",
-        [(Snapshots, "_note_trained", knows_no_examples)],
+        [(ServerCheckpoints, "_note_trained", knows_no_examples)],
     ),
-    "the place in the data does not go back": ("goes back leasing", [(Leases, "go_back", goes_on_in_the_data)]),
-    "who rests sleeps through a rollback": ("goes back leasing near the end", [(Leases, "go_back", lets_them_sleep)]),
+    "the place in the data does not go back": ("goes back leasing", [(Leases, "roll_back", goes_on_in_the_data)]),
+    "who rests sleeps through a rollback": ("goes back leasing near the end", [(Leases, "roll_back", lets_them_sleep)]),
     "who joins and finds no data is awaited": (
         "leases and newcomers when too few are left",
         [(Scheduler, "idle", 0)],
@@ -1616,7 +1616,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a backup does not know who is in a round": ("replicas async", [(replica, "_contributors", forgets_who_is_in_it)]),
     "a copy that is behind is taken over": ("replicas async", [(CopiedShard, "replicate", lags_behind)]),
-    "what is sent again counts twice": ("replicas async", [(Round, "place_of", counts_what_is_sent_again)]),
+    "what is sent again counts twice": ("replicas async", [(Round, "verdict_on", counts_what_is_sent_again)]),
     "what lost servers have not answered is not sent again": (
         "replicas and a dead server",
         [(Transfers, "send_again", lambda transfers, server, is_near: None)],

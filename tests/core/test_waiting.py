@@ -223,4 +223,4 @@ def test_the_launcher_is_told_whose_exit_code_is_waited_for_after_its_goodbye(wi
     member = wired.member("worker-1")
     effects = wired.scheduler.handle(member, Goodbye(99, "", True), wired.now)
     assert TellLauncher("leaves worker 1 life 0") in effects
-    assert wired.scheduler.membership.workers[member.node] == member
+    assert wired.scheduler.membership.awaited[member.node] == member

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.snapshot import EVERYTHING, DiskTask
 from kvdist.config.settings import ClusterConfig, Limits
-from kvdist.core.commands import Handler
-from kvdist.core.host_aggregation import HostAggregation
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
     Bind,
@@ -44,8 +42,10 @@ from kvdist.core.machine import (
 )
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.commands import Handler
 from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
+from kvdist.core.worker.host_aggregation import HostAggregation
 from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,

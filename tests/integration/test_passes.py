@@ -17,11 +17,11 @@ import pytest
 from kvdist.config.endpoints import tcp_endpoint
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
-from kvdist.core.host_aggregation import HostAggregation
 from kvdist.core.policy import SYNC
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.host_aggregation import HostAggregation
 from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.base import KVStore

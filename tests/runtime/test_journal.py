@@ -114,7 +114,7 @@ def test_a_new_process_is_what_the_last_one_was_at_the_time_of_its_last_input(wr
 
 
 def test_the_state_takes_the_place_of_what_was_before_it_and_the_file_stays_small(written: Written) -> None:
-    member = Member(worker(0), written.machine.membership.workers[worker(0)].incarnation)
+    member = Member(worker(0), written.machine.membership.awaited[worker(0)].incarnation)
     with mock.patch.object(journals, "ENTRIES_MAX", 50):
         for _ in range(1000):
             written.hears(member, msg.Alive())
@@ -129,7 +129,7 @@ def test_the_state_takes_the_place_of_what_was_before_it_and_the_file_stays_smal
 
 
 def test_the_file_stays_small_also_if_no_process_lives_until_it_is_due(written: Written) -> None:
-    member = Member(worker(0), written.machine.membership.workers[worker(0)].incarnation)
+    member = Member(worker(0), written.machine.membership.awaited[worker(0)].incarnation)
     with mock.patch.object(journals, "ENTRIES_MAX", 50):
         for _ in range(10):
             for _ in range(30):
@@ -159,7 +159,7 @@ def test_what_is_beside_it_where_it_is_written_anew_is_not_written_to(written: W
 
 def test_an_entry_that_was_not_written_to_its_end_was_never_acted_on(written: Written) -> None:
     whole = written.path.read_bytes()
-    written.hears(Member(worker(0), written.machine.membership.workers[worker(0)].incarnation), msg.Alive())
+    written.hears(Member(worker(0), written.machine.membership.awaited[worker(0)].incarnation), msg.Alive())
     longer = written.path.read_bytes()
     written.is_killed()
     for end in range(len(whole), len(longer)):
@@ -186,7 +186,7 @@ def test_works_with_the_disk_that_had_not_ended_are_known_and_those_that_had_are
 
 def test_what_the_last_input_led_to_and_perhaps_was_not_done_is_done_again(path: Path) -> None:
     written = Written(path, replace(JOB, supervised=True)).forms()
-    lost = written.machine.membership.workers[worker(1)]
+    lost = written.machine.membership.awaited[worker(1)]
     effects = written.sees(fx.ChildEnded(lost.node, "killed by signal 9 (SIGKILL)", clean=False))
     written.is_killed()
     _, again = Journal(path, replace(JOB, supervised=True)).read()
@@ -200,7 +200,7 @@ def test_only_its_owner_may_read_it_and_it_has_no_secret_and_no_values(tmp_path:
     secret.chmod(0o600)
     config = replace(JOB, secret_file=str(secret))
     written = Written(tmp_path / "journal", config).forms()
-    member = Member(worker(0), written.machine.membership.workers[worker(0)].incarnation)
+    member = Member(worker(0), written.machine.membership.awaited[worker(0)].incarnation)
     packet = msg.Packet(msg.Stamp(written.reliable.job, 1, member, 0, 1, 0, 0), msg.Command(1, 7, "do what is said"))
     written.hears(member, packet.message, 1)
     envelope, header = encode(packet)

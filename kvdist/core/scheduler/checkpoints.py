@@ -30,8 +30,8 @@ from kvdist.checkpoint.snapshot import (
     directory_of,
 )
 from kvdist.core import machine as fx
-from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.policy import POLICIES
+from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.naming import minority_first
@@ -278,7 +278,7 @@ class Checkpoints:
         claim = self._claims.get(directory)
         if claim is not None and claim.is_answer_to(message, counter):
             return claim, []
-        agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
+        agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.awaited)
         claim = self._claims[directory] = FolderClaim(message, counter, agreement)
         return claim, [fx.Persist(claim, LockFolder(message.folder))]
 
@@ -398,9 +398,9 @@ class Checkpoints:
         place = (message.store, message.counter)
         saving = self._saving.get(place)
         if saving is None:
-            workers, there_now = self._membership.workers, self._membership.servers
+            workers, there_now = self._membership.awaited, self._membership.servers
             servers = {node: one for node, one in there_now.items() if self._membership.numbers_of(node)}
-            there = self._membership.there
+            there = self._membership.members
             quorum = (*self._membership.quorum, servers)
             agreement: Agreement[msg.Save | msg.SavedFile] = Agreement("checkpoint", "", now, there, quorum)
             live = frozenset(node.rank for node in workers)
@@ -469,7 +469,7 @@ class Checkpoints:
             mode,
             POLICIES[mode].is_lockstep,
             None if optimizer is None else optimizer.description,
-            len(saving.saves) or len(self._membership.workers),
+            len(saving.saves) or len(self._membership.awaited),
             len(saving.servers),
             saving.keys,
             tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in saving.files),
@@ -481,7 +481,7 @@ class Checkpoints:
 
     def load(self, sender: Member, message: msg.Load, counter: int, now: float) -> list[fx.Effect]:
         """Handle load `counter` of a worker, which has no push under way, and waits until the store is restored."""
-        place, workers = (message.store, counter), self._membership.workers
+        place, workers = (message.store, counter), self._membership.awaited
         loading = self._loading.get(place)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"

@@ -18,9 +18,10 @@ from itertools import groupby
 from operator import attrgetter, or_
 
 from kvdist.checkpoint.snapshot import SavedKey
+from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
-from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.policy import POLICIES
+from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.server.table_rows import obstacle
 from kvdist.core.sharding import Keep, Placer, cut, keep_for, row_length
@@ -324,14 +325,16 @@ class Keys:
         membership: members of the cluster.
         placer: chooses places for keys.
         questions: requests to servers.
+        limits: sizes of slices.
     """
 
-    def __init__(self, membership: Membership, placer: Placer, questions: Questions) -> None:
+    def __init__(self, membership: Membership, placer: Placer, questions: Questions, limits: Limits) -> None:
         self.stores: dict[int, StoreKeys] = {}
         self.optimizers: dict[int, InstalledOptimizer] = {}
         self._membership = membership
         self._placer = placer
         self._questions = questions
+        self._limits = limits
         self._by_slice: list[DeclaredKey] = []
         """All keys with slices, in order of the slices' numbers."""
 
@@ -345,14 +348,14 @@ class Keys:
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         store = self.stores.get(message.store)
         if store is None:
-            slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
+            slice_bytes = POLICIES[message.mode].slice_bytes(self._limits)
             own = (message.store, message.mode, sender, slice_bytes, self._membership.joined_later)
             store = self.stores[message.store] = StoreKeys(*own)
         effects: list[fx.Effect] = []
         conflict = store.declare(sender, message, now)
         if conflict:
             effects.append(fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.INIT_MISMATCH, conflict)))
-        if store.give_up_disputed(_ranks(self._membership.workers), now) or conflict:
+        if store.give_up_disputed(_ranks(self._membership.awaited), now) or conflict:
             effects += _refuse(store, msg.ErrorCode.INIT_MISMATCH)
         return effects + self._advance(store, message.keys)
 
@@ -370,14 +373,14 @@ class Keys:
         """Place agreed keys and refuse disputed keys, after the awaited workers have become fewer or `due` has come."""
         effects: list[fx.Effect] = []
         for store in self.stores.values():
-            if store.give_up_disputed(_ranks(self._membership.workers), now):
+            if store.give_up_disputed(_ranks(self._membership.awaited), now):
                 effects += _refuse(store, msg.ErrorCode.INIT_MISMATCH)
             effects += self._advance(store)
         return effects
 
     def _advance(self, store: StoreKeys, keys: Iterable[int | str] | None = None) -> list[fx.Effect]:
         """Place the agreed keys among `keys`, or among all, and answer requests whose keys are placed."""
-        entries = store.take_agreed(_ranks(self._membership.workers), keys)
+        entries = store.take_agreed(_ranks(self._membership.awaited), keys)
         effects: list[fx.Effect] = []
         for _, group in groupby(entries, lambda entry: entry.pushes):
             alike = list(group)
@@ -401,8 +404,8 @@ class Keys:
 
     def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement) -> list[fx.Effect]:
         """Send keys with their places to the servers. The lowest rank that is not exempted gives first values."""
-        there = self._membership.workers or self._membership.newcomers
-        exempted = self._membership.joined_later(entries[0].pushes) & {*self._membership.there.values()}
+        there = self._membership.awaited or self._membership.newcomers
+        exempted = self._membership.joined_later(entries[0].pushes) & {*self._membership.members.values()}
         for entry in entries:
             entry.exempted = frozenset(exempted)
         givers = _ranks(there) - _ranks(member.node for member in exempted)
@@ -418,13 +421,13 @@ class Keys:
         self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement, giver: int, failure: str
     ) -> list[fx.Effect]:
         """Mark keys as placed, as all servers know them; or fail keys that a server has refused."""
-        live = _ranks(self._membership.workers or self._membership.newcomers)
+        live = _ranks(self._membership.awaited or self._membership.newcomers)
         if live and giver not in live:
             return self._assign(store, entries, placement)  # the chosen worker has left before others knew of it
         for entry in entries:
             entry.init_rank = giver
         # If no key comes too late, only a table can have failed; arrays of the same call are placed.
-        refused = [entry for entry in entries if failure and (entry.form == msg.ROWS or self._membership.waits)]
+        refused = [entry for entry in entries if failure and (entry.form == msg.ROWS or self._membership.awaits_return)]
         for entry in refused:
             entry.conflict = failure
         store.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)
@@ -532,7 +535,7 @@ class Keys:
                 " before: call set_optimizer before init"
             )
         subject, membership = f"the optimizer of store {message.store}", self._membership
-        agreement: Agreement[str] = Agreement(subject, "", now, membership.workers)
+        agreement: Agreement[str] = Agreement(subject, "", now, membership.awaited)
         return InstalledOptimizer(message.description, sender, keep, agreement)
 
     def _install(self, store: int, optimizer: InstalledOptimizer) -> list[fx.Effect]:
@@ -548,7 +551,7 @@ class Keys:
 
     def waits(self) -> Iterator[MemberWait]:
         """Yield all waits for keys and optimizers."""
-        live = _ranks(self._membership.workers)
+        live = _ranks(self._membership.awaited)
         for store in self.stores.values():
             yield from store.waits(live)
         for optimizer in self.optimizers.values():

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvdist.core import machine as fx
-from kvdist.core.agreement import MemberWait
+from kvdist.core.scheduler.agreement import MemberWait
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
@@ -266,7 +266,7 @@ class Leases:
         if message.number < self._number:
             return [self._answer(sender, message, None, is_over=True)]
         if self._is_over:
-            has_rested = message.rests and self._membership.there.get(sender.node) == sender
+            has_rested = message.rests and self._membership.members.get(sender.node) == sender
             self._tell([(sender, message, None, True, has_rested)])
             return []
         is_resting = sender.node in self._membership.resting
@@ -333,7 +333,7 @@ class Leases:
         return ""
 
     def _give(self, sender: Member, message: msg.Lease) -> Range | None:
-        taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
+        taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.members))
         if taken is not None:
             if self._unused_at_snapshot is not None:
                 self._note_given(self._unused_at_snapshot, sender, taken)
@@ -373,7 +373,7 @@ class Leases:
         """End the pass, or let resting workers continue, if it is time."""
         if not self._waiting or self._unaccounted or any(one.ranges for one in self._holders.values()):
             return
-        if self._membership.workers.keys() - {member.node for member in self._waiting}:
+        if self._membership.awaited.keys() - {member.node for member in self._waiting}:
             return  # working workers take free ranges first
         if self._is_saving():
             return  # a checkpoint that began without resting workers must not wait for them
@@ -474,7 +474,7 @@ class Leases:
         left = [one for then in noted.values() for one in then.ranges]
         return position_of(self._number, self._plan, [*self._queue.free, *left])
 
-    def go_back(self, position: Mapping[str, Any] | None) -> None:
+    def roll_back(self, position: Mapping[str, Any] | None) -> None:
         """Roll back to the position of a snapshot: all leases are void, and no worker rests."""
         if position is not None:
             self.restoring(position)()
@@ -505,9 +505,12 @@ class Leases:
 
     def waits(self) -> Iterator[MemberWait]:
         """Yield the waits of workers without examples for workers that have some."""
-        busy = tuple(member.node for member, one in self._holders.items() if one.ranges)
+        live = {*self._membership.members.values()}
+        busy = tuple(member.node for member, one in self._holders.items() if one.ranges and member in live)
         for member, (message, since) in self._waiting.items():
-            yield MemberWait(member, message.request, since, busy, "the list of lost workers", "use their examples")
+            yield MemberWait(
+                member, message.request, since, busy, "the account of lost workers' examples", "use their examples"
+            )
 
     def validate(self) -> None:
         """Check every invariant."""

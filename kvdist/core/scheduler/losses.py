@@ -72,14 +72,14 @@ class Losses:
             return there.may_lose(member.node)
         if said in self._said:
             return False
-        others = (there.there.keys() | there.newcomers.keys()) - {member.node}
+        others = (there.members.keys() | there.newcomers.keys()) - {member.node}
         return bool(others) or self._may_rejoin or member.node in there.left
 
     def note(self, said: str) -> None:
         """Record the failure that a lost worker has reported, or ''."""
         self._said |= {said} - {""}
 
-    def go_back(self) -> None:
+    def roll_back(self) -> None:
         """Leave out the pushes of the workers lost so far: a rollback undoes them."""
         self._undone = set(self._membership.unaccounted)
         self._membership.fates.clear()

@@ -41,7 +41,7 @@ class Membership:
     def __init__(self, config: ClusterConfig, first_incarnation: int) -> None:
         self.peers: dict[NodeId, msg.Peer] = {}
         """Node id → process that has registered last; a process that has left keeps its rank."""
-        self.workers: dict[NodeId, Member] = {}
+        self.awaited: dict[NodeId, Member] = {}
         """Live workers that take part, without newcomers and resting workers; agreements hold this very dict."""
         self.newcomers: dict[NodeId, Member] = {}
         """Workers that registered when the cluster was complete, until a cut makes them members."""
@@ -53,13 +53,13 @@ class Membership:
         """Member → number of earlier starts of its rank, as reported in its hello."""
         self.resting: dict[NodeId, Member] = {}
         """Live workers without examples, which are not awaited."""
-        self.there = ChainMap(self.workers, self.resting)
+        self.members = ChainMap(self.awaited, self.resting)
         """Live workers by node id, including resting workers; a read-only view."""
         self.away: dict[NodeId, Member] = {}
         """Lost workers whose rejoin is awaited (``--on-loss wait``)."""
         self.changes = 0
         """Number of changes of `workers`, `resting` and `away`."""
-        self.quorum = (self.workers, self.away)
+        self.quorum = (self.awaited, self.away)
         """Groups whose statements the agreements of workers need."""
         self.servers: dict[NodeId, Member] = {}
         self.views = Views(self.servers)
@@ -92,7 +92,7 @@ class Membership:
         return self.views.epoch
 
     @property
-    def waits(self) -> bool:
+    def awaits_return(self) -> bool:
         """Whether the cluster waits for the rejoin of lost workers."""
         return self._config.on_loss == "wait"
 
@@ -133,18 +133,18 @@ class Membership:
         # The slices of a new server have no copy yet, nor those of the server before it, whose backup it is.
         if is_late and role is Role.SERVER and self._config.replicas:
             self._uncopied |= dict.fromkeys((node.rank, self._rank_beside(node, -1)), self.epoch + 1)
-        workers = self.newcomers if is_late else self.workers
+        workers = self.newcomers if is_late else self.awaited
         (workers if role is Role.WORKER else self.servers)[node] = member
         self.changes += 1
         return member
 
     def make_member(self, member: Member, since: int) -> None:
         """Make a newcomer a member, as a cut lets rounds wait for it. The others had made `since` pushes before."""
-        self.workers[member.node] = self.newcomers.pop(member.node)
+        self.awaited[member.node] = self.newcomers.pop(member.node)
         self.since[member] = since
         self.changes += 1
 
-    def go_back(self, version: int) -> None:
+    def roll_back(self, version: int) -> None:
         """Let all workers count as members from this version of a snapshot on, whenever they joined."""
         self.since = {member: min(since, version - 1) for member, since in self.since.items()}
 
@@ -152,16 +152,16 @@ class Membership:
         """Return the workers that joined after at least this number of pushes of the others."""
         return {member for member, since in self.since.items() if since >= pushes}
 
-    def is_there(self, node: NodeId) -> bool:
+    def is_live(self, node: NodeId) -> bool:
         """Return whether a worker of this rank is live, as a member or a newcomer."""
-        return node in self.there or node in self.newcomers
+        return node in self.members or node in self.newcomers
 
     @property
     def is_complete(self) -> bool:
         """Whether all workers and servers have registered."""
         return len(self.peers) >= self._config.num_workers + self._config.num_servers
 
-    def has_started(self, node: NodeId, host: str, pid: int) -> None:
+    def note_started(self, node: NodeId, host: str, pid: int) -> None:
         """Record that the launcher has started a process on a host."""
         self._started_on[node] = f" on {host} (pid {pid} was started there, no hello yet)"
 
@@ -208,7 +208,7 @@ class Membership:
         """Record that a member has left. It keeps its rank."""
         self.left.add(node)
         self.changes += 1
-        for live in (self.servers, self.workers, self.resting, self.newcomers):
+        for live in (self.servers, self.awaited, self.resting, self.newcomers):
             member = live.pop(node, None)
             if member is not None:
                 self._suspects.pop(member, None)
@@ -216,7 +216,7 @@ class Membership:
 
     def rest(self, node: NodeId) -> bool:
         """Record that a worker has no examples, so is not awaited. Returns whether it was awaited."""
-        member = self.workers.pop(node, None)
+        member = self.awaited.pop(node, None)
         if member is not None:
             self.resting[node] = member
             self.changes += 1
@@ -226,7 +226,7 @@ class Membership:
         """Record that a resting worker has examples again, so is awaited."""
         member = self.resting.pop(node, None)
         if member is not None:
-            self.workers[node] = member
+            self.awaited[node] = member
             self.changes += 1
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
@@ -235,7 +235,7 @@ class Membership:
         self.lost[member] = cause
         if member.node.role is Role.WORKER:  # rosters show the loss of a server by its absence
             self.unaccounted[member] = None
-            self.away |= {member.node: member} if self.waits else {}
+            self.away |= {member.node: member} if self.awaits_return else {}
         else:
             self.views.server_lost(member)
             if self._config.replicas:
@@ -243,9 +243,9 @@ class Membership:
                 self.owners = [heir if owner == rank else owner for owner in self.owners]
                 self._uncopied |= dict.fromkeys((heir, self._rank_beside(member.node, -1)), self.epoch + 1)
         if has_ended:
-            self.has_ended(member)
+            self.note_ended(member)
 
-    def has_ended(self, member: Member) -> bool:
+    def note_ended(self, member: Member) -> bool:
         """Record that the process of a lost member has ended. Returns whether that is news."""
         is_news = member not in self._ended
         self._ended.add(member)
@@ -298,13 +298,13 @@ class Membership:
     def workers_counted(self) -> int:
         """Number of workers that are live or have finished well."""
         finished = [node for node in self.left if node.role is Role.WORKER and self.peers[node].member not in self.lost]
-        return len(self.there) + len(finished)
+        return len(self.members) + len(finished)
 
     @property
     def workers_are_gone(self) -> bool:
         """Whether no worker is live, and none is expected."""
         if self.is_complete:
-            return not (self.there or self.newcomers)
+            return not (self.members or self.newcomers)
         return sum(node.role is Role.WORKER for node in self.left | self.absent) == self._config.num_workers
 
     @property
@@ -312,10 +312,10 @@ class Membership:
         """Whether every server has ended."""
         return sum(node.role is Role.SERVER for node in self.left) == self._config.num_servers
 
-    def suspect(self, member: Member, due: float, reason: str, after_silence: bool = False) -> None:
+    def suspect(self, member: Member, due: float, reason: str, is_silent: bool = False) -> None:
         """Suspect a live member: it counts as lost at `due`, unless it comes back."""
         if self.has(member) and member.node not in self.left:
-            self._suspects[member] = Suspicion(due, reason, not after_silence)
+            self._suspects[member] = Suspicion(due, reason, not is_silent)
 
     def judge_silent(self, due: float) -> None:
         """Limit the time of all suspects to `due`: the cluster is complete now, and silence counts."""
@@ -345,9 +345,9 @@ class Membership:
         assert len(set(incarnations)) == len(incarnations), "an incarnation belongs to one process"
         for node, peer in self.peers.items():
             assert peer.member.node == node, "a process has its own rank"
-        assert not self.workers.keys() & self.newcomers.keys(), "a newcomer is no member yet"
-        assert not self.since.keys() - set(self.there.values()), "who has joined later is there"
-        live = self.workers | self.resting | self.newcomers | self.servers
+        assert not self.awaited.keys() & self.newcomers.keys(), "a newcomer is no member yet"
+        assert not self.since.keys() - set(self.members.values()), "who has joined later is there"
+        live = self.awaited | self.resting | self.newcomers | self.servers
         assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
         assert not self.lost.keys() & set(live.values()), "who was given up is not there"

@@ -1,9 +1,9 @@
 """Newcomers: workers that join a running job, by a rank that was started again or by an additional rank. Pure.
 
 A newcomer is welcomed at once, and gets the roster when every server knows it. Its calls before its first push change
-nothing. With that push it asks to become a member. The scheduler finds the highest version of all slices, while every
-server promises to make at most the next version; from version T on, which `_version` chooses, every round waits for the
-newcomer. The other workers do not stop for that. Invariants:
+nothing. With that push, or by `TakePart`, it asks to become a member. The scheduler finds the highest version of all
+slices, while every server promises to make at most the next version; from version T on, which `_version` chooses, every
+round waits for the newcomer. The other workers do not stop for that. Invariants:
 
 * A newcomer is counted in no version before its T, and awaited in all from T on.
 * A single cut at a time: all newcomers that are ready when servers have answered share it. It is made even if they have
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from kvdist import errors
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
-from kvdist.core.agreement import Agreement, MemberWait, Questions
+from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.keys import REFUSED, Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.naming import model_of, name_of
@@ -36,12 +36,12 @@ from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol import messages as msg
 
 Call = msg.Barrier | msg.Load | msg.Claim
-"""A call that all workers make equally often, and number."""
+"""A call that every worker makes equally often, so that the scheduler numbers it."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """A newcomer's call that cannot be answered before another worker makes the same call."""
+    """A call of a newcomer, or of a worker that joined later, that waits for another worker's call."""
 
     sender: Member
     message: msg.Declare | msg.Configure | Call
@@ -104,7 +104,7 @@ class Newcomers:
         self.introductions: set[Member] = set()
         """Newcomers that some servers do not know yet, so that they may not send to them."""
         self._early: dict[NodeId, tuple[Member, float]] = {}
-        """Worker → (process that asks for its rank before the rank's last process is lost, time of its first hello)."""
+        """Rank in use → (process that asks for it before its last process is lost, time of the first hello)."""
         self._line: list[Member] = []
         """Newcomers that become members by the next cut."""
         self._at_cut: Callable[[int], list[fx.Effect]] | None = None
@@ -132,8 +132,8 @@ class Newcomers:
     def hello(self, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
         """Let a process join the running job."""
         node = NodeId(Role.WORKER, hello.wanted_rank)
-        if hello.wanted_rank >= 0 and self._membership.is_there(node):
-            return self.keep(node, stranger, hello, now)
+        if hello.wanted_rank >= 0 and self._membership.is_live(node):
+            return self.delay_claimant(node, stranger, hello, now)
         try:
             member = self._membership.admit(stranger, hello)
         except errors.ConfigError as error:
@@ -146,7 +146,7 @@ class Newcomers:
         welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
         return [fx.Send(stranger, welcome), fx.Bind(stranger, member), *self._scheduler.announce()]
 
-    def keep(self, node: NodeId, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
+    def delay_claimant(self, node: NodeId, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
         """Delay a process that asks for a rank in use, whose process may be dead; refuse it after `patience_s`."""
         wants, since = self._early.get(node, (stranger, now))
         if wants != stranger:
@@ -235,7 +235,7 @@ class Newcomers:
     def _may_go_on(self, waiting: WaitingCall) -> bool:
         """Return whether a waiting call can be handled now."""
         message = waiting.message
-        if not self._membership.there:
+        if not self._membership.members:
             return True
         if isinstance(message, msg.Declare):
             return self._undecided_key(waiting, message) is None
@@ -252,7 +252,7 @@ class Newcomers:
 
     def waits(self) -> Iterator[MemberWait]:
         """Yield waits of newcomers for declarations and optimizers of others, and of all while workers are too few."""
-        workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
+        workers = tuple(sorted(self._membership.members, key=lambda node: node.rank))
         for one in self._waiting:
             sender, message = one.sender, one.message
             if isinstance(message, msg.Declare) and (key := self._undecided_key(one, message)) is not None:
@@ -269,7 +269,7 @@ class Newcomers:
         lacking = self._lacking(len(there))
         who = f"{lacking} more worker{'s' if lacking > 1 else ''}"
         deed = f"join: {least - lacking} of at least {least} are there (--min-workers)"
-        for member in (*there, *self._membership.workers.values()):
+        for member in (*there, *self._membership.awaited.values()):
             yield MemberWait(member, 0, self._paused_since, (), "", deed, who)
 
     def agreed(self, store: int, statement: str) -> None:
@@ -313,19 +313,19 @@ class Newcomers:
         self._at_cut = at
         self._next_cut()
 
-    def begin_anew(self) -> None:
+    def roll_back(self) -> None:
         """Drop all cuts and waiting calls, as all workers go back to the same earlier step."""
         self._line, self._at_cut, self._at_current_cut = [], None, None
         self._waiting.clear()
         self._joined.clear()
         self._keys.exempt_nobody()
 
-    def gone_back(self) -> None:
+    def rolled_back(self) -> None:
         """Make a cut after a rollback: servers make no version before it. What they have said is of undone versions."""
         self._paused_since = None
         self._find()
 
-    def pause_if_few(self) -> None:
+    def reconsider_pause(self) -> None:
         """Pause after a loss that leaves fewer workers than ``--min-workers``: servers close at most the next round."""
         self._next_cut()
 
@@ -432,7 +432,7 @@ class Newcomers:
         place = type(message), message.store
         if self._is_aligned(sender, *place):
             return False
-        others = (other for other in self._membership.workers.values() if other != sender)
+        others = (other for other in self._membership.awaited.values() if other != sender)
         if not is_expected and any(self._is_aligned(other, *place) for other in others):
             self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
             return True

@@ -29,9 +29,9 @@ from kvdist import errors
 from kvdist.checkpoint.snapshot import EVERYTHING, Manifest, Sweep
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
-from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.policy import POLICIES
+from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.checkpoints import Checkpoints, FolderClaim, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
@@ -94,7 +94,10 @@ class SnapshotScheduler(Protocol):
 
 
 class Rollback:
-    """All snapshots of a job.
+    """The snapshots that servers write by themselves, and the rollback to one of them.
+
+    The walk of a rollback: `begin` → `Checkpoints.roll_back` → (every worker is quiet) `ReadManifest` → `_check` →
+    `Restore` on all servers → `TakeRestored` → `_loaded`.
 
     Args:
         config: folder and interval of the snapshots.
@@ -201,7 +204,7 @@ class Rollback:
             return self._once("lock", told)
         self._next = now + min(LOOK_AGAIN_S, self._again_s)
         store = self._store()
-        if not self._membership.workers or store is None:
+        if not self._membership.awaited or store is None:
             return []
         if self._claim is None or self._claim.failure:
             self._lock_late_at = now + LOCK_LATE_S
@@ -278,7 +281,7 @@ class Rollback:
         message = msg.TakeSnapshot(store, version, folder, run)
         return [fx.Send(server, message) for server in servers.values()]
 
-    def has_leases(self, leases: Leases) -> None:
+    def use_leases(self, leases: Leases) -> None:
         """Record that workers lease examples from now on, perhaps during a snapshot."""
         self.leases = leases
         if self._making is not None and not self._making.is_ending:
@@ -378,7 +381,7 @@ class Rollback:
         complete = self._complete()
         if complete is None:
             return self._none_known
-        return self._lacks(complete) or ("" if self._membership.there else "no worker is left that could go on")
+        return self._lacks(complete) or ("" if self._membership.members else "no worker is left that could go on")
 
     def _lacks(self, snapshot: Snapshot) -> str:
         """Return which key is not in a snapshot; '' if all are."""
@@ -403,15 +406,15 @@ class Rollback:
                 self.written = self.written[1 - KEPT :]
             self._making = None
         if self.leases is not None:
-            self.leases.go_back(to.data)
+            self.leases.roll_back(to.data)
         self._number += 1
-        agreement: Agreement[msg.Load | msg.Quiet] = Agreement("", "", now, {}, (self._membership.workers,))
+        agreement: Agreement[msg.Load | msg.Quiet] = Agreement("", "", now, {}, (self._membership.awaited,))
         what = (to.store, -self._number, to.folder, EVERYTHING, agreement)
         back = self.way_back = LoadUnderWay(*what, self._may_read, self._check, self._loaded)
         self._to = to
-        self._newcomers.begin_anew()
+        self._newcomers.roll_back()
         message = msg.Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
-        told = [fx.Send(member, message) for member in self._membership.workers.values()]
+        told = [fx.Send(member, message) for member in self._membership.awaited.values()]
         return [*told, *self._checkpoints.roll_back(back)]
 
     def _may_read(self) -> bool:
@@ -456,8 +459,8 @@ class Rollback:
         if failure:
             return self._without(self._to, failure)
         self.way_back, self._next = None, self._scheduler.now
-        self._membership.go_back(self._to.version)
-        self._newcomers.gone_back()
+        self._membership.roll_back(self._to.version)
+        self._newcomers.rolled_back()
         return [fx.Log(f"all have gone back to step {self._to.version}, and go on from there")]
 
     def _without(self, damaged: Snapshot, failure: str) -> list[fx.Effect]:

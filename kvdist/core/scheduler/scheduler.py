@@ -1,8 +1,8 @@
 """The scheduler: admits members, agrees on keys and optimizers, keeps barriers, judges losses. Pure.
 
 It is off the data path: no push or pull passes through it. Its decisions are agreements of members
-(`kvdist.core.agreement`), never counts of messages, so a repeated request changes nothing. `explain`, the hints to
-members that wait long and the search for deadlocks all use the waits of these agreements.
+(`kvdist.core.scheduler.agreement`), never counts of messages, so a repeated request changes nothing. `explain`, the
+hints to members that wait long and the search for deadlocks all use the waits of these agreements.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvdist import errors
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
-from kvdist.core.agreement import Agreement, Answer, MemberWait, Questions
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.policy import POLICIES
+from kvdist.core.scheduler.agreement import Agreement, Answer, MemberWait, Questions
 from kvdist.core.scheduler.checkpoints import Checkpoints
 from kvdist.core.scheduler.deadlocks import NAMED_MAX, Deadlocks
 from kvdist.core.scheduler.keys import Keys
@@ -85,10 +85,9 @@ class Scheduler(fx.Machine):
             config.bigarray_bound,
             config.limits.slice_bytes,
             config.placement == "hash",
-            config.limits.priority_slice_bytes,
         )
         self.loads_bytes = placer.loads_bytes
-        self.keys = Keys(self.membership, placer, self._questions)
+        self.keys = Keys(self.membership, placer, self._questions, config.limits)
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
         self.on_loss = msg.OnLoss[config.on_loss.upper()]
         self.newcomers: Newcomers | None = None
@@ -174,7 +173,7 @@ class Scheduler(fx.Machine):
     def _begins_work(self, member: Member) -> list[fx.Effect]:
         """Report a worker's first step to the launcher, which limits restarts of processes that end before their first
         step."""
-        is_there = self.config.supervised and self.membership.workers.get(member.node) == member
+        is_there = self.config.supervised and self.membership.awaited.get(member.node) == member
         if not is_there or member in self._at_work:
             return []
         if self.steps.get(member, 0) <= self.membership.since.get(member, 0):
@@ -291,7 +290,7 @@ class Scheduler(fx.Machine):
             case fx.ChildEnded():
                 return self._child_ended(event, now)
             case fx.ProcessStarted(node, host, pid):
-                self.membership.has_started(node, host, pid)
+                self.membership.note_started(node, host, pid)
             case fx.Persisted():
                 return self.checkpoints.persisted(event)
             case fx.LauncherGone():
@@ -367,7 +366,7 @@ class Scheduler(fx.Machine):
         self.membership.validate()
         for barrier in self._barriers.values():
             is_passing = not barrier.is_complete or barrier.waits_for is not None
-            assert not self.membership.workers or is_passing, "a complete barrier is passed at once"
+            assert not self.membership.awaited or is_passing, "a complete barrier is passed at once"
             barrier.validate()
         self.checkpoints.validate()
         if self.leases is not None:
@@ -478,7 +477,7 @@ class Scheduler(fx.Machine):
             return []
         if message.repeats and not entered:
             return [fx.Send(sender, msg.Done(message.request))]  # the barrier is over
-        place, workers = (message.store, number), self.membership.workers
+        place, workers = (message.store, number), self.membership.awaited
         barrier = self._barriers.get(place)
         if barrier is None:
             subject, later = f"barrier {number}", partial(self.membership.joined_later, message.pushes)
@@ -502,7 +501,7 @@ class Scheduler(fx.Machine):
     def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[fx.Effect]:
         """Complete a barrier; newcomers at it take part in everything afterwards."""
 
-        there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
+        there = [member for member, _ in barrier.said.values() if self.membership.awaited.get(member.node) == member]
         joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
         answer_all = partial(self._answer_barrier, store, counter, barrier)
         if self.newcomers is None or not joining:
@@ -543,7 +542,7 @@ class Scheduler(fx.Machine):
 
     def _command(self, sender: Member, message: msg.Command, now: float) -> list[fx.Effect]:
         """Let all servers run a command of a worker, which is answered after the last server."""
-        command: Agreement[str] = Agreement("the command", "", now, self.membership.workers)
+        command: Agreement[str] = Agreement("the command", "", now, self.membership.awaited)
         self._commands.append(command)
         effects = command.ask(sender, message.request)
         order = msg.Perform(0, message.head, message.body)
@@ -581,7 +580,7 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = []
         if self.newcomers is not None:
             self.newcomers.forget(sender)
-            is_over = self.on_loss is not msg.OnLoss.WAIT and not self.membership.there
+            is_over = self.on_loss is not msg.OnLoss.WAIT and not self.membership.members
             effects += self.newcomers.end() if is_over else []
         if self.leases is not None:
             self.leases.left(sender)
@@ -663,7 +662,7 @@ class Scheduler(fx.Machine):
             return self._server_gone(Member(node, 0))
         member = peer.member if peer else Member(node, 0)
         if member in membership.lost:
-            return self._announce_soon(now) if membership.has_ended(member) else []
+            return self._announce_soon(now) if membership.note_ended(member) else []
         cause = event.cause + ("" if peer else " before it had joined the cluster")
         return self._lost(member, cause, now, has_ended=True)
 
@@ -671,7 +670,7 @@ class Scheduler(fx.Machine):
         """Handle the end of an earlier process of a rank, or of its next process before its hello."""
         lives = self.membership.lives
         news = [one for one in self.membership.lost if one.node == event.node and lives[one] == event.life]
-        told = [self.membership.has_ended(member) for member in news]
+        told = [self.membership.note_ended(member) for member in news]
         return self._announce_soon(now) if any(told) else []
 
     def _incomplete_for_ever(self) -> list[fx.Effect]:
@@ -714,7 +713,7 @@ class Scheduler(fx.Machine):
             return effects if has_ended else [*effects, *self._end_given_up(member)]
         if member.node.role is Role.WORKER and self.losses.may_go_on(member, said):
             self.losses.note(said)
-            others = (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}
+            others = (self.membership.members.keys() | self.membership.newcomers.keys()) - {member.node}
             if self.on_loss is msg.OnLoss.WAIT or not others:
                 self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
@@ -770,7 +769,7 @@ class Scheduler(fx.Machine):
         """Evict a server, and begin the rollback to the newest snapshot, which waits for a replacement."""
         effects: list[fx.Effect] = [fx.Log(f"{sentence}; all go back to the newest snapshot"), fx.Forget(member)]
         self.membership.lose(member, cause, has_ended)
-        self.losses.go_back()
+        self.losses.roll_back()
         effects += [] if has_ended else self._end_given_up(member)
         for newcomer in list(self.membership.newcomers.values()):
             why = f"{member} was lost while it joined"
@@ -792,7 +791,7 @@ class Scheduler(fx.Machine):
                 fx.Send(sender, msg.Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))
             ]
         if node in self.membership.servers:
-            return newcomers.keep(node, sender, message, now)
+            return newcomers.delay_claimant(node, sender, message, now)
         if self.rollback is None and self.checkpoints.is_loading:
             return newcomers.delay(sender, "a checkpoint to be loaded")
         try:
@@ -862,7 +861,7 @@ class Scheduler(fx.Machine):
         self.membership.lose(member, cause, has_ended)
         self.membership.views.then(partial(self.losses.settle, member))
         self._deadlocks.forget(member, now)
-        others = len(self.membership.there)
+        others = len(self.membership.members)
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
         if self.on_loss is msg.OnLoss.WAIT:
             go_on = f"all wait up to {self.config.return_limit_s:g} s for its return (KVDIST_RETURN_S)"
@@ -872,7 +871,7 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
-            self.newcomers.pause_if_few()
+            self.newcomers.reconsider_pause()
         if self.leases is not None:
             self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
@@ -882,7 +881,7 @@ class Scheduler(fx.Machine):
     ) -> list[fx.Effect]:
         """Evict a server whose slices have a copy on another server, and announce the failover."""
         heir, owned = self.membership.backup_of(member.node), self.membership.numbers_of(member.node)
-        workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
+        workers = [*self.membership.members.values(), *self.membership.newcomers.values()]
         self.membership.lose(member, cause, has_ended)
         if owned:
             self.checkpoints.server_lost(member, workers)
@@ -902,7 +901,7 @@ class Scheduler(fx.Machine):
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
             if self.rollback is not None:
-                self.rollback.has_leases(leases)
+                self.rollback.use_leases(leases)
         return self.leases
 
     def _is_saving(self) -> bool:
@@ -914,7 +913,7 @@ class Scheduler(fx.Machine):
     def _go_on_without_data(self, now: float) -> list[fx.Effect]:
         """Complete agreements that have waited only for a worker that rests now."""
         if self.newcomers is not None:
-            self.newcomers.pause_if_few()
+            self.newcomers.reconsider_pause()
         return [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
 
     @property
@@ -950,7 +949,7 @@ class Scheduler(fx.Machine):
         return self._tell_all(verdict, errors.PeerLostError(sentence, node, host, cause, step))
 
     def _look_for_deadlocks(self, now: float) -> list[fx.Effect]:
-        live = {node.rank for node in self.membership.workers}
+        live = {node.rank for node in self.membership.awaited}
         waits = {(wait.member.node.rank, wait.request): set(wait.workers) for wait in self._waits()}
         effects, sentence = self._deadlocks.look(live, waits, self.keys.key_of, now)
         if not sentence or self._stopped:
@@ -989,7 +988,7 @@ class Scheduler(fx.Machine):
         if self.leases is not None:
             yield from self.leases.waits()
         if self.rollback is not None and (wait := self.rollback.wait) is not None:
-            for member in self.membership.there.values():
+            for member in self.membership.members.values():
                 yield replace(wait, member=member)
 
     def _hints(self, now: float) -> list[fx.Effect]:

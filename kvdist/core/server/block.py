@@ -220,7 +220,7 @@ class Block(Holder):
             raise errors.PushRefused(
                 f"{name_of(self.key)} is asynchronous: contributions are applied one by one, not summed on the way"
             )
-        verdicts = {self.round.place_of(contribution) for contribution in contributions}
+        verdicts = {self.round.verdict_on(contribution) for contribution in contributions}
         if len(verdicts) > 1:
             return Verdict.REPEATED
         if verdicts == {Verdict.ACCEPTED}:
@@ -334,7 +334,7 @@ class Block(Holder):
             updater.restore(self, image.state)
             self.round.samples = image.samples
 
-    def begin_anew(self, is_updated: bool) -> None:
+    def clear_for_rollback(self, is_updated: bool) -> None:
         """See `Holder`."""
         self.kept, self.merged_at, self.merge_after = (), -1, 0
         if not is_updated:

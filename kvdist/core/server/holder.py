@@ -99,7 +99,7 @@ class Holder(abc.ABC):
         """Replace the value and the state of the only slice by those of an image."""
 
     @abc.abstractmethod
-    def begin_anew(self, is_updated: bool) -> None:
+    def clear_for_rollback(self, is_updated: bool) -> None:
         """Drop everything but the value, before a rollback. A sum, which no optimizer updates, gets a value."""
 
     # Workers that are gone.

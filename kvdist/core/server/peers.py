@@ -29,7 +29,7 @@ class Peers:
     """Workers that have left; their late messages are ignored."""
     lost: set[Member] = field(default_factory=set)
     """Workers that were given up; they are told so."""
-    waits: bool = False
+    awaits_return: bool = False
     """Whether all wait for the return of lost workers."""
     away: set[int] = field(default_factory=set)
     """The ranks of those."""
@@ -69,7 +69,7 @@ class Peers:
         present = {*self.workers.values(), *self.newcomers.values()}
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         lost = [member for member in gone if member in message.lost]
-        self.away.update([member.node.rank for member in lost] if self.waits else ())
+        self.away.update([member.node.rank for member in lost] if self.awaits_return else ())
         self.rest(set(message.resting))
         self.lost.update(message.lost)
         self.left.update(member for member in gone if member not in self.lost)

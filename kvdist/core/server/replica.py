@@ -34,17 +34,17 @@ from kvdist import errors
 from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
-from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.round import Admission, Contribution, Round, agreed_settings, numbers_of, scales_of, setting_of
 from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
+from kvdist.core.server.checkpoints import Restoring
+from kvdist.core.server.commands import Handler
 from kvdist.core.server.decoding import parts_of_sum
 from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard, code_of
-from kvdist.core.server.snapshots import Restoring
 from kvdist.core.server.sparse_table import SparseTable
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
@@ -77,22 +77,22 @@ class ReplicatedShard(Shard):
 
     tell: Tell | None = None
     """Forwards a message to the backup; None without a backup."""
-    alone: dict[int, None]
+    uncopied: dict[int, None]
     """Slices that are not in the copy yet, though the server has a backup."""
 
     def is_alone(self, number: int) -> bool:
         """Whether a slice has no copy."""
-        return self.tell is None or number in self.alone
+        return self.tell is None or number in self.uncopied
 
-    def be_alone(self) -> None:
+    def mark_uncopied(self) -> None:
         """Mark all slices as not copied, for a new backup, which has nothing."""
-        self.alone.update({number: None for holder in self for number in holder.ids.tolist()})
+        self.uncopied.update({number: None for holder in self for number in holder.ids.tolist()})
 
     def absorb(self, other: Shard) -> None:
         """Take over a copy, with its states."""
         self._credited = other._credited | self._credited
         for holder in other:
-            self.alone.update(dict.fromkeys(holder.ids.tolist()))
+            self.uncopied.update(dict.fromkeys(holder.ids.tolist()))
         for block in other.blocks:
             self.blocks.add(block)
         self.tables.update(other.tables)
@@ -170,10 +170,10 @@ class ReplicatedShard(Shard):
     def fills(self, holder: Holder) -> Iterator[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
         """Yield the messages that fill the slices of a holder in on the backup, each with its token."""
         contents = EVERYTHING if holder.has_value or isinstance(holder, SparseTable) else ()
-        images, leased = self.copies(holder.ids.tolist(), contents)
+        images, leased = self.images_of(holder.ids.tolist(), contents)
         standings, limit = _standings(holder.round)
         for image in images:
-            del self.alone[image.number]
+            del self.uncopied[image.number]
             about = (image.version, standings, limit, holder.round.restored, holder.has_value, image.initializer)
             messages = list(slice_parts.packed(image))
             for parts, arrays in messages:
@@ -184,7 +184,7 @@ class ReplicatedShard(Shard):
 
     def next_fills(self) -> list[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
         """Return the messages that fill in the next slices that are alone, with all slices of a joint update."""
-        holder = self.holder(next(iter(self.alone)))
+        holder = self.holder(next(iter(self.uncopied)))
         joint = (holder.joint if isinstance(holder, Block) else ()) or (holder,)
         return [fill for one in joint if one is not None for fill in self.fills(one)]
 
@@ -280,7 +280,7 @@ class Copy(Server):
         if holder is None:
             return
         parts = {part: np.concatenate([piece for of, piece in received if of == part]) for part, _ in received}
-        (image,), _ = self.shard.copies([number], ())
+        (image,), _ = self.shard.images_of([number], ())
         image = slice_parts.with_parts(replace(image, initializer=message.initializer), parts)
         self.shard.load(holder.store, [image])
         holder = self.shard.holder(number)
@@ -311,7 +311,7 @@ class ReplicatedServer(Server):
         self.copy: Copy | None = self._new_copy()
         """The copy of the previous server's slices; None if that server is lost."""
         self._restoring = Restoring((self.shard, self.copy.shard))
-        self.shard.alone = {}
+        self.shard.uncopied = {}
         self._numbers: tuple[int, ...] = ()
         self._servers: dict[int, Member] = {}
         self._backup: Member | None = None
@@ -354,7 +354,7 @@ class ReplicatedServer(Server):
     @property
     def is_whole(self) -> bool:
         """See `Server`."""
-        return self._backup is not None and not (self._filling or self.shard.alone)
+        return self._backup is not None and not (self._filling or self.shard.uncopied)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Accept messages of other servers, too."""
@@ -525,16 +525,16 @@ class ReplicatedServer(Server):
         """Send the backup some of the slices that are not in the copy; report to the scheduler after the last."""
         if self._backup is None or not self._is_linked:
             return []
-        while len(self._filling) < FILLS_AHEAD and self.shard.alone:
+        while len(self._filling) < FILLS_AHEAD and self.shard.uncopied:
             try:
                 fills = self.shard.next_fills()
             except MemoryError:
-                self.shard.be_alone()
+                self.shard.mark_uncopied()
                 return _short_of_memory(f"to copy its slices to {self._backup}")
             for message, token in fills:
                 self._tell(message, token)
             self._filling.append(self._told + len(self._log))
-        self.shard.blocks.may_merge = not self.shard.alone
+        self.shard.blocks.may_merge = not self.shard.uncopied
         if self._was_whole or not self.is_whole:
             return []
         self._was_whole = True
@@ -607,7 +607,7 @@ class ReplicatedServer(Server):
         if self._backup is None and backup is not None:
             self._backup, self._told, self._confirmed = backup.member, 0, 0
             self.shard.tell = self._tell
-            self.shard.be_alone()
+            self.shard.mark_uncopied()
             self._is_linked = self._dialled_by == backup.member
             if not self._is_linked:
                 self._await_backup("there was never a connection between them", now)
@@ -624,7 +624,7 @@ class ReplicatedServer(Server):
                 buffer.leases -= 1
         self._told, self._log = self._told + len(self._log), []
         self._filling.clear()
-        self.shard.alone.clear()
+        self.shard.uncopied.clear()
         return self._replicated(self._told)
 
     def _promote(self, now: float) -> list[fx.Effect]:

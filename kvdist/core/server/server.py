@@ -12,16 +12,16 @@ import numpy as np
 from kvdist import errors
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
-from kvdist.core.commands import Handler, perform
 from kvdist.core.error_mapping import replicas_differ, scheduler_away, scheduler_lost, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
+from kvdist.core.server.checkpoints import Restoring, ServerCheckpoints
+from kvdist.core.server.commands import Handler, perform
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.replies import Replies
 from kvdist.core.server.shard import LatePush, Shard, hints
-from kvdist.core.server.snapshots import Restoring, Snapshots
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.kernels.interface import Kernels
@@ -76,7 +76,7 @@ class Server(fx.Machine):
         self.traffic = Traffic()
         self.peers = Peers()
         self.replies = Replies(limits, self.traffic, self.peers)
-        self.snapshots = Snapshots(self.peers)
+        self.snapshots = ServerCheckpoints(self.peers)
         arithmetic = arithmetic or Arithmetic(kernels, partial(Updater, kernels=kernels))
         self.shard = self.SHARD(limits, arithmetic, kernels, allocate, self.replies, self.snapshots)
         self._restoring = Restoring((self.shard,))
@@ -204,7 +204,7 @@ class Server(fx.Machine):
         except errors.KvdistError as error:
             return [fx.Halt(error)]
         if now >= self._scheduler_lost_at:
-            endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
+            endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.away_s
             return [fx.Halt(scheduler_away(endpoint, self.me, away_s))]
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
@@ -263,7 +263,7 @@ class Server(fx.Machine):
             case msg.Welcome():
                 self.joining.welcome(message, now)
                 self.on_loss = msg.OnLoss(message.on_loss)
-                self.peers.waits = self.on_loss is msg.OnLoss.WAIT
+                self.peers.awaits_return = self.on_loss is msg.OnLoss.WAIT
                 self._next_alive = now + self.limits.heartbeat_s
                 if message.replicas != self.REPLICAS:
                     return [fx.Halt(replicas_differ(self.me, self.REPLICAS, message.replicas))]
@@ -327,7 +327,7 @@ class Server(fx.Machine):
     @property
     def _is_too_late(self) -> bool:
         """Whether a key that comes now would have no place in the steps of a worker for whose return all wait."""
-        return self.peers.waits and self.shard.steps_made > 1
+        return self.peers.awaits_return and self.shard.steps_made > 1
 
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         self.joining.roster(message)
@@ -365,7 +365,7 @@ class Server(fx.Machine):
     @property
     def _versions_more(self) -> int:
         """Number of versions of each slice that may be made during a hold."""
-        return 0 if self.peers.waits else 1
+        return 0 if self.peers.awaits_return else 1
 
     def _cut(self, hold: int, joined: Mapping[int, int]) -> list[fx.Effect]:
         """End the last hold, let rounds wait for workers that have become members, and begin the next hold.
@@ -388,9 +388,9 @@ class Server(fx.Machine):
         Marks are dropped first, or a checkpoint would wait for pushes that never count. If all wait for a rejoin, the
         worker pushes again whatever is not counted, so its marks and its counted pushes stay.
         """
-        if self.peers.waits:
+        if self.peers.awaits_return:
             for holder in self.shard:
-                holder.round.drop_open(lost.keys())
+                holder.round.drop_uncounted(lost.keys())
             return dict.fromkeys(lost, ())
         self.snapshots.unmark(lost.keys())
         fates: dict[int, tuple[msg.Fate, ...]] = dict.fromkeys(lost, ())
@@ -421,7 +421,7 @@ class Server(fx.Machine):
 
     def _begin_together(self, store: int) -> list[fx.Effect]:
         """Let new slices wait for those that have come back, where all wait for lost workers."""
-        counters = self.shard.begin_together(store) if self.peers.waits else []
+        counters = self.shard.begin_together(store) if self.peers.awaits_return else []
         return self._counters({rank for rank, *_ in counters} & self.peers.workers.keys(), counters)
 
     def _roll_back(self, message: msg.TakeRestored) -> list[fx.Effect]:

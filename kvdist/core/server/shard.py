@@ -25,10 +25,10 @@ from kvdist.core.round import UNANSWERED, Contribution, PullRequest, Round, RowI
 from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block, Blocks
 from kvdist.core.server.buffers import Allocate, Buffer, ReplyBuffers
+from kvdist.core.server.checkpoints import ServerCheckpoints
 from kvdist.core.server.decoding import as_push, parts_of_sum
 from kvdist.core.server.holder import Holder, close_round, contributors, is_complete, optimizer_of
 from kvdist.core.server.replies import Replies
-from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.sharding import Slice, slices_of
@@ -98,7 +98,7 @@ class Shard:
         row_kernels: Kernels,
         allocate: Allocate,
         replies: Replies,
-        snapshots: Snapshots,
+        snapshots: ServerCheckpoints,
     ) -> None:
         self.ledger: Ledger | None = None
         """The listener for the outcome of every push."""
@@ -177,7 +177,7 @@ class Shard:
         """
         first, flags = holders[0], 0
         updater = self._updaters.get(first.store)
-        if self.peers.waits:
+        if self.peers.awaits_return:
             for holder, contributions in zip(holders, rounds, strict=True):
                 holder.keep_version(contributions, updater)
         for contribution in rounds[0]:
@@ -245,7 +245,7 @@ class Shard:
 
     def _send_rows(self, table: SparseTable, pull: PullRequest) -> None:
         try:
-            buffer, message = table.gathered(pull, self.buffers, self.peers.waits)
+            buffer, message = table.gathered(pull, self.buffers, self.peers.awaits_return)
         except MemoryError:
             count, key = 0 if pull.row_ids is None else len(pull.row_ids), name_of(table.round.key)
             reason = f"{key}: {self.peers.name} has no memory for an answer of {count} rows: pull fewer at once"
@@ -348,7 +348,7 @@ class Shard:
         made = self._versions_made() if self.peers.awaited <= set(ranks) else {}
         for holder in self:
             round_ = holder.round
-            if self.peers.waits:
+            if self.peers.awaits_return:
                 if self._is_awaited(holder, version):
                     round_.rejoin(ranks)
                     counters += self._begin(holder, ranks, min(round_.version, version))
@@ -436,7 +436,7 @@ class Shard:
 
         All slices of a step have the same version. Slices that are pushed less often have other versions.
         """
-        return version if not self.peers.waits and _is_in_step(holder, version) else None
+        return version if not self.peers.awaits_return and _is_in_step(holder, version) else None
 
     def versions_at(self, message: msg.TakeSnapshot) -> dict[int, int]:
         """Return slice of a store → its version in a snapshot. To be called between `promise` and `admit`."""
@@ -458,7 +458,7 @@ class Shard:
         """
         self.blocks.isolate(np.concatenate([np.zeros(0, np.uint32), *(block.ids for block in self.blocks)]))
         for holder in self:
-            holder.begin_anew(self.updates(holder.store))
+            holder.clear_for_rollback(self.updates(holder.store))
         self.load(store, [one for one in read if self.holder(one.number) is not None])
         versions = {one.number: one.version for one in read}
         counts = [0 if one.state is None else one.state.count for one in read]
@@ -577,15 +577,15 @@ class Shard:
                 self.tables[piece.number] = table
         return failure
 
-    # Checkpoints: see `SnapshotSource`.
+    # Checkpoints: see `CheckpointSource`.
 
     def key_of(self, number: int) -> int | str:
         """Return the key of a slice of this server."""
         holder, position = self._place_of(number)
         return holder.key_of(position)
 
-    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
-        """Return slices of a single holder: see `SnapshotSource`."""
+    def images_of(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
+        """Return slices of a single holder: see `CheckpointSource`."""
         places = [self._place_of(number) for number in numbers]
         holder = places[0][0]
         return holder.saved([position for _, position in places], self._updaters.get(holder.store), contents)
@@ -600,7 +600,7 @@ class Shard:
         counts = [0 if one.state is None else one.state.count for one in found if one.has_state]
         version = max((holder.round.version for holder in self._of(store)), default=0)
         for holder in self._of(store):
-            holder.round.drop_departed(self.peers.workers)
+            holder.round.keep_only(self.peers.workers)
             if counts:  # else the checkpoint has only weights
                 holder.round.restored = max(counts) - version
         self.load(store, found)

@@ -75,7 +75,7 @@ class SparseTable(Holder):
                 sender is broken.
         """
         rank = contribution.member.node.rank
-        verdict = self.round.place_of(contribution)
+        verdict = self.round.verdict_on(contribution)
         if verdict is not Verdict.ACCEPTED:
             return verdict
         parts = self.arriving.pop(rank, [])
@@ -242,7 +242,7 @@ class SparseTable(Holder):
         self.rows.load(image, optimizer_of(updater))
         self.has_value = self.has_value or image.weight is not None
 
-    def begin_anew(self, is_updated: bool) -> None:
+    def clear_for_rollback(self, is_updated: bool) -> None:
         """See `Holder`."""
         self.arriving.clear()
         self.spoilt.clear()

@@ -22,21 +22,21 @@ from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 GIVES = (req.RunKind.INITIALISE, req.RunKind.REPLACE, req.RunKind.REPLACE_STATE)
-"""What a worker that looks on must not do: the cluster has values."""
+"""Calls that a worker without pushes must not make: the cluster has values."""
 
 
 class Newcomer:
-    """What such a worker does otherwise.
+    """Answers or holds back the calls of a worker that no round waits for yet.
 
     Args:
         transfers: its pushes and pulls.
-        servers: rank → each server, as the worker knows them.
+        servers: number of a server in the placement → server that has its slices.
     """
 
     def __init__(self, transfers: Transfers, servers: dict[int, Member]) -> None:
         self.is_member = False
         self.looks_on = True
-        """It has pushed nothing."""
+        """Whether the worker has pushed nothing yet."""
         self._transfers = transfers
         self._servers = servers
         self.silent: set[Member] = set()
@@ -99,8 +99,8 @@ class Newcomer:
         return [fx.Send(SCHEDULER_MEMBER, self._wish)]
 
     @property
-    def wishes(self) -> list[msg.Ready]:
-        """What it waits for."""
+    def ready_again(self) -> list[msg.Ready]:
+        """The message to repeat while calls are held back."""
         return [self._wish] if self.queued else []
 
     def _waits_for(self, numbers: set[int]) -> bool:

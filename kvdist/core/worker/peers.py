@@ -24,7 +24,7 @@ class Peers:
     """Live processes, this process among them."""
     servers: dict[int, Member] = field(default_factory=dict)
     """Number of a server in the placement → server that has its slices."""
-    dialled: set[Member] = field(default_factory=set)
+    live_servers: set[Member] = field(default_factory=set)
     """Live servers."""
     workers: tuple[int, ...] = ()
     """Ranks of the live workers, without newcomers."""
@@ -44,8 +44,8 @@ class Peers:
         self.everyone = everyone
         ranks = {peer.member.node.rank for peer in everyone if peer.member.node.role is Role.WORKER}
         self.workers = tuple(sorted(ranks - set(message.newcomers)))
-        new = [peer for peer in self._live_servers() if peer.member not in self.dialled]
-        self.dialled.update(peer.member for peer in new)
+        new = [peer for peer in self._live_servers() if peer.member not in self.live_servers]
+        self.live_servers.update(peer.member for peer in new)
         return new
 
     def move(self, owners: Sequence[int]) -> list[tuple[int, Member | None, msg.Peer]]:
@@ -68,8 +68,8 @@ class Peers:
 
     def pop_lost_servers(self) -> list[Member]:
         """Forget the dialled servers that are not live any more, and return them."""
-        lost = self.dialled - {peer.member for peer in self._live_servers()}
-        self.dialled -= lost
+        lost = self.live_servers - {peer.member for peer in self._live_servers()}
+        self.live_servers -= lost
         for member in lost:
             self.forget_link(member)
         return sorted(lost, key=lambda member: member.incarnation)

@@ -1,11 +1,10 @@
-"""What a worker reports of its progress between two pushes, where a policy counts examples. Pure."""
+"""Reports of a worker's progress between two pushes, where a policy counts examples. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from kvdist.core import machine as fx
-from kvdist.core.policy import deed_of
 from kvdist.core.worker import requests as req
 from kvdist.core.worker.pending import PendingRequests
 from kvdist.core.worker.transfers import Transfers
@@ -14,12 +13,12 @@ from kvdist.protocol import messages as msg
 
 
 class ProgressReports:
-    """The reports of one worker, and what servers have answered.
+    """The reports of a worker, and the answers of servers.
 
     Args:
         pending: all requests of the worker.
-        transfers: knows what has been pushed.
-        servers: number → each server, as the worker knows them.
+        transfers: the pushes of the worker.
+        servers: number of a server in the placement → server that has its slices.
     """
 
     def __init__(self, pending: PendingRequests, transfers: Transfers, servers: dict[int, Member]) -> None:
@@ -41,7 +40,7 @@ class ProgressReports:
         due = self._due.get(number)
         if due is not None and due.step >= step:
             return [*effects, fx.CompleteRequest(request.request, due)]
-        self._pending.open(request.request, req.label_of(request), now).deed = deed_of(progress)
+        self._pending.open(request.request, req.label_of(request), now).deed = _deed_of(progress)
         return [*effects, fx.Send(self._servers[request.server], progress)]
 
     def ask_again(self) -> list[fx.Effect]:
@@ -78,3 +77,21 @@ class ProgressReports:
         said = self._said.get(number)
         pending = None if said is None else self._pending.get(said.request)
         return [] if pending is None else [self._pending.close(pending, due)]
+
+
+_DEEDS = {
+    msg.DueWhen.QUOTA: "make their part of {} examples",
+    msg.DueWhen.QUORUM: "make their steps, {} of them at least",
+    msg.DueWhen.ASYNC: "say how late a gradient is, of at most {} versions",
+}
+
+
+def _deed_of(progress: msg.Progress) -> str:
+    """Return what other workers have to do before the push that a worker reports progress for is due, for people."""
+    if progress.together:
+        deed = "make an exchange of all workers"
+    elif progress.now:
+        deed = "push what they have"
+    else:
+        deed = _DEEDS[msg.DueWhen(progress.when)].format(progress.quota)
+    return f"{deed} (step {progress.step + 1})"

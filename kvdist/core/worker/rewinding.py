@@ -23,7 +23,8 @@ DROPPED = (
     msg.Lease,
     msg.Used,
 )
-"""Requests in which servers or all other workers take part. Others are sent again, or concern this worker alone."""
+"""Requests in which servers or all other workers take part. Other requests stay open at the scheduler, or concern this
+worker alone."""
 
 
 @dataclass(slots=True)

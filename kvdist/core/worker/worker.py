@@ -47,7 +47,7 @@ from kvdist.nodes import Member, Role, server
 from kvdist.protocol import messages as msg
 
 if TYPE_CHECKING:  # a feature at a seam: workers run without it
-    from kvdist.core.host_aggregation import HostAggregation
+    from kvdist.core.worker.host_aggregation import HostAggregation
     from kvdist.core.worker.newcomer import Newcomer
     from kvdist.core.worker.progress import ProgressReports
 
@@ -146,7 +146,7 @@ class Worker(fx.Machine):
         released = newcomer.pop_requests()
         # In slices that are not pushed at each step this worker takes part when it asks to as a member.
         asks = newcomer.is_member and not was_member and not released
-        again = [fx.Send(SCHEDULER_MEMBER, wish) for wish in newcomer.wishes] if asks else []
+        again = [fx.Send(SCHEDULER_MEMBER, ready) for ready in newcomer.ready_again] if asks else []
         return [*again, *self._release(released, now)]
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
@@ -159,7 +159,9 @@ class Worker(fx.Machine):
         return f"{source} is not a server of {self.me}'s cluster"
 
     def _is_peer(self, source: Member) -> bool:
-        return source in self.peers.dialled or (self.aggregation is not None and self.aggregation.is_member(source))
+        return source in self.peers.live_servers or (
+            self.aggregation is not None and self.aggregation.is_member(source)
+        )
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """Handle a message of the scheduler, of a server, or of a worker of this host."""
@@ -208,7 +210,7 @@ class Worker(fx.Machine):
                     self.peers.disconnected(member, due, reason)
             case fx.PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else fx.VERDICT_WAIT_S
-                # The scheduler judges silence only where servers have replicas.
+                # Where servers have replicas the scheduler can replace a lost server, so its verdict is awaited longer.
                 wait_s += self.limits.patience_s if self.peers.num_replicas else 0.0
                 due = now + self.limits.reconnect_grace_s(after_silence) + wait_s
                 self.peers.disconnected(member, due, reason)
@@ -406,7 +408,9 @@ class Worker(fx.Machine):
                 return self._saving.claim(request)
             case req.SaveStore():
                 self._open(request, now).in_background = True
-                there = {rank: member for rank, member in self.peers.servers.items() if member in self.peers.dialled}
+                there = {
+                    rank: member for rank, member in self.peers.servers.items() if member in self.peers.live_servers
+                }
                 if len(there) < len(self.peers.servers) and not request.failure:
                     request = replace(request, failure="a server is lost, and not back yet: save again")
                 return self._saving.save(request, there, self._place)
@@ -775,7 +779,7 @@ class Worker(fx.Machine):
             # The scheduler has ended after the goodbye, or was lost: no reply will come.
             return self._done(self._leaving.request)
         if member == SCHEDULER_MEMBER:
-            endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
+            endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.away_s
             return self._fail_all(scheduler_away(endpoint, self.me, away_s))
         return [
             fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"lost its connection to {member} ({reason})")),

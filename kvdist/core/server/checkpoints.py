@@ -41,7 +41,7 @@ from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 
-class SnapshotSource(Protocol):
+class CheckpointSource(Protocol):
     """Slices of a server that can be saved and restored."""
 
     def holder(self, number: int) -> Holder | None:
@@ -50,7 +50,7 @@ class SnapshotSource(Protocol):
     def key_of(self, number: int) -> int | str:
         """Return the key of a slice."""
 
-    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
+    def images_of(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
         """Return the present values of slices, in memory that does not change; and the buffer leased for it, if any.
 
         Args:
@@ -72,7 +72,7 @@ NO_FILE = msg.SavedFile("", 0, "")
 
 
 @dataclass(slots=True, eq=False)
-class ServerSnapshot:
+class ServerCheckpoint:
     """A checkpoint under way on a server."""
 
     store: int
@@ -115,7 +115,7 @@ class ServerSnapshot:
         self.taken.clear()
 
 
-class Snapshots:
+class ServerCheckpoints:
     """All checkpoints under way on a server.
 
     Args:
@@ -124,18 +124,14 @@ class Snapshots:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._source: SnapshotSource
-        self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
-        self.awaited: dict[int, list[ServerSnapshot]] = {}
+        self._source: CheckpointSource
+        self._snapshots: dict[tuple[int, int], ServerCheckpoint] = {}
+        self.awaited: dict[int, list[ServerCheckpoint]] = {}
         """Slice → snapshots that wait for it. Empty nearly always: checked whenever a round is closed."""
-        self.ready: dict[ServerSnapshot, None] = {}
+        self.ready: dict[ServerCheckpoint, None] = {}
         """Snapshots for `take_effects` to continue, once each. Empty nearly always."""
 
-    def __len__(self) -> int:
-        """Number of checkpoints under way."""
-        return len(self._snapshots)
-
-    def attach(self, source: SnapshotSource) -> None:
+    def attach(self, source: CheckpointSource) -> None:
         """Take slices from this source; to be called before anything else."""
         self._source = source
 
@@ -144,7 +140,7 @@ class Snapshots:
         snapshot = self._snapshots.get((message.store, message.counter))
         if snapshot is None:
             where = (message.folder, message.contents, message.run, message.step)
-            snapshot = ServerSnapshot(message.store, message.counter, *where)
+            snapshot = ServerCheckpoint(message.store, message.counter, *where)
             snapshot.pushes = message.pushes
             self._snapshots[message.store, message.counter] = snapshot
         if not message.contents:
@@ -173,7 +169,7 @@ class Snapshots:
             self._forget(earlier)
             self.ready.pop(earlier, None)
         where = (message.folder, EVERYTHING, message.run, message.version)
-        snapshot = ServerSnapshot(message.store, counter, *where, at=versions)
+        snapshot = ServerCheckpoint(message.store, counter, *where, at=versions)
         self._snapshots[message.store, counter] = snapshot
         for number in versions:
             self.awaited.setdefault(number, []).append(snapshot)
@@ -196,7 +192,7 @@ class Snapshots:
             marked_by: rank of that worker. Marks of others were checked when they came.
         """
         due: dict[tuple[int, int], list[int]] = {}
-        snapshots: dict[int, ServerSnapshot] = {}
+        snapshots: dict[int, ServerCheckpoint] = {}
         for number in dict.fromkeys(numbers):
             for snapshot in self.awaited.get(number, ()):
                 holder = self._found(number)
@@ -232,7 +228,7 @@ class Snapshots:
                     del snapshot.marks[number]
                     self._stop_awaiting(number, snapshot)
 
-    def _awaited(self, snapshot: ServerSnapshot) -> Set[int]:
+    def _awaited(self, snapshot: ServerCheckpoint) -> Set[int]:
         """Return the ranks that must mark."""
         return self._peers.awaited - {rank for rank, since in self._peers.since.items() if since >= snapshot.pushes}
 
@@ -244,7 +240,7 @@ class Snapshots:
             self.ready[snapshot] = None
 
     @property
-    def called_for(self) -> list[ServerSnapshot]:
+    def called_for(self) -> list[ServerCheckpoint]:
         """Checkpoints that workers have called for."""
         return [snapshot for snapshot in self._snapshots.values() if snapshot.at is None]
 
@@ -256,7 +252,7 @@ class Snapshots:
     def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
         """Handle the end of a write, complete or failed."""
         snapshot = event.token
-        assert isinstance(snapshot, ServerSnapshot)
+        assert isinstance(snapshot, ServerCheckpoint)
         snapshot.is_writing = False
         snapshot.release()
         if self._snapshots.get((snapshot.store, snapshot.counter)) is not snapshot:
@@ -288,7 +284,7 @@ class Snapshots:
         assert holder is not None, "an awaited slice is kept by this server"
         return holder
 
-    def _enter(self, snapshot: ServerSnapshot, message: msg.MarkPushes, rank: int) -> list[int]:
+    def _enter(self, snapshot: ServerCheckpoint, message: msg.MarkPushes, rank: int) -> list[int]:
         """Record the marks of a message. Returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
@@ -308,7 +304,7 @@ class Snapshots:
                 found.append(number)
         return found
 
-    def _advance(self, snapshot: ServerSnapshot) -> list[fx.Effect]:
+    def _advance(self, snapshot: ServerCheckpoint) -> list[fx.Effect]:
         if snapshot.is_writing:
             return []
         if snapshot.failure:
@@ -329,7 +325,7 @@ class Snapshots:
         file = NO_FILE if snapshot.failure else snapshot.file
         return [fx.Send(SCHEDULER_MEMBER, msg.Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
 
-    def _forget(self, snapshot: ServerSnapshot) -> None:
+    def _forget(self, snapshot: ServerCheckpoint) -> None:
         """Drop the marks and copies of a checkpoint, and take no more slices."""
         snapshot.is_begun = True
         for number in snapshot.marks:
@@ -337,18 +333,18 @@ class Snapshots:
         snapshot.marks.clear()
         snapshot.release()
 
-    def _stop_awaiting(self, number: int, snapshot: ServerSnapshot) -> None:
+    def _stop_awaiting(self, number: int, snapshot: ServerCheckpoint) -> None:
         snapshots = self.awaited[number]
         snapshots.remove(snapshot)
         if not snapshots:
             del self.awaited[number]
 
-    def _copy(self, snapshot: ServerSnapshot, numbers: Sequence[int]) -> None:
+    def _copy(self, snapshot: ServerCheckpoint, numbers: Sequence[int]) -> None:
         """Take slices of a single holder."""
         holder = self._found(numbers[0])
         if not snapshot.failure:
             try:
-                saved, leased = self._source.copies(numbers, snapshot.contents)
+                saved, leased = self._source.images_of(numbers, snapshot.contents)
             except MemoryError:
                 key = self._source.key_of(numbers[0])
                 snapshot.fail(f"no memory for the copy of {name_of(key)} that a checkpoint needs: use more servers")
@@ -364,14 +360,14 @@ class Snapshots:
             self._note_trained(snapshot, holder.round.examples)
         self.ready[snapshot] = None
 
-    def _note_trained(self, snapshot: ServerSnapshot, examples: Mapping[int, int]) -> None:
+    def _note_trained(self, snapshot: ServerCheckpoint, examples: Mapping[int, int]) -> None:
         """Record the examples in a taken slice. `Seen` has reported those of lost workers before."""
         for worker in (*self._peers.workers.values(), *self._peers.left):
             used = max(snapshot.trained.get(worker.incarnation, 0), examples.get(worker.node.rank, 0))
             snapshot.trained[worker.incarnation] = used
 
 
-def _taken(snapshot: ServerSnapshot) -> msg.SnapshotTaken:
+def _taken(snapshot: ServerCheckpoint) -> msg.SnapshotTaken:
     file = NO_FILE if snapshot.failure else snapshot.file
     trained = tuple(msg.Trained(worker, examples) for worker, examples in snapshot.trained.items())
     return msg.SnapshotTaken(snapshot.folder, file, snapshot.failure, trained)
@@ -383,7 +379,7 @@ def _is_due(round_: Round, marks: Mapping[int, int], workers: Set[int], is_exact
     return workers <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
 
 
-def _require_alike(snapshot: ServerSnapshot, workers: Set[int]) -> None:
+def _require_alike(snapshot: ServerCheckpoint, workers: Set[int]) -> None:
     """Fail a checkpoint if all workers have marked, but not every awaited slice; else it would wait for ever."""
     if not workers <= snapshot.marked:
         return
@@ -411,7 +407,7 @@ class Restoring:
         sources: the slices of this server.
     """
 
-    def __init__(self, sources: Sequence[SnapshotSource]) -> None:
+    def __init__(self, sources: Sequence[CheckpointSource]) -> None:
         self._sources = sources
         self._read: dict[int, Sequence[SliceImage]] = {}
         """Store → slices that were read."""
