@@ -59,7 +59,6 @@ from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
-    Ack,
     Barrier,
     Fate,
     Fill,
@@ -81,7 +80,6 @@ from kvdist.protocol.messages import (
     SnapshotTaken,
     TakeRestored,
 )
-from kvdist.protocol.wire import decode
 from kvdist.runtime.journal import Journal
 from kvdist.runtime.node import Node
 from tests import simulation
@@ -1118,12 +1116,6 @@ ORIGINAL_OBSERVE, ORIGINAL_JUDGE_SILENT = Scheduler.observe, Membership.judge_si
 ORIGINAL_DROP = Round.drop
 
 
-def leaves_out_acknowledgements(self: Journal, now: float, frames: Any) -> None:
-    """The journal has nothing of messages that only say what has arrived."""
-    if type(decode(frames).message) is not Ack:
-        ORIGINAL_RECEIVED(self, now, frames)
-
-
 def leaves_out_events(self: Journal, now: float, event: Event) -> None:
     """The journal has nothing of what the launcher sees."""
     if not isinstance(event, ChildEnded):
@@ -1148,7 +1140,7 @@ def writes_no_more(self: Journal, now: float) -> None:
         self._is_complete = False
 
 
-ORIGINAL_RECEIVED, ORIGINAL_OBSERVED = Journal.received, Journal.observed
+ORIGINAL_OBSERVED = Journal.observed
 ORIGINAL_KEEP, ORIGINAL_WRITE_STATE = Node.keep, Journal.write_state
 
 
@@ -1352,10 +1344,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Worker, "_rewound", goes_on_with_the_first_server)],
     ),
     "users do not hear that all went back": ("goes back", [(Worker, "_rewind", tells_the_user_nothing)]),
-    "a new server does not hear what others are asked": (
-        "goes back and then loses a worker",
-        [(Questions, "unanswered", property(lambda questions: []))],
-    ),
     "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
     "a torn snapshot counts": ("goes back", [(Rollback, "snapshot_taken", counts_what_is_torn)]),
     "what was read of a torn snapshot counts": (
@@ -1388,10 +1376,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Shard, "roll_back", goes_on_before_the_cut)],
     ),
     "an optimizer is installed again": ("fills", [(Server, "_set_optimizer", installs_again)]),
-    "the journal lacks acknowledgements": (
-        "joins as the scheduler dies",
-        [(Journal, "received", leaves_out_acknowledgements)],
-    ),
     "the journal lacks what falls due": (
         "scheduler returns after it has given up who was silent",
         [(Journal, "ticked", lambda self, now: None)],
