@@ -945,7 +945,7 @@ def _judge_copies(cluster: Cluster) -> None:
                 assert other is not None, f"the copy of {primary.me} lacks slice {number}"
                 if (holder.round.version, holder.round.counted) != (other.round.version, other.round.counted):
                     continue  # it stopped before it had heard of that
-                own, its = (of.copies([number], EVERYTHING)[0][0] for of in (kept, copy.shard))
+                own, its = (of.images_of([number], EVERYTHING)[0][0] for of in (kept, copy.shard))
                 assert content(own) == content(its), f"slice {number} of {primary.me} has another copy"
                 cluster.network.used["compared with its copy"] += 1
 

@@ -18,7 +18,7 @@ FEATURES = {
     "dumps": "diagnostics.record diagnostics.replay diagnostics.ring diagnostics.why",
     "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
-    "host aggregation": "core.host_aggregation",
+    "host aggregation": "core.worker.host_aggregation",
     "leases of examples": "core.scheduler.leases training.queue_sampler",
     "ledger": "diagnostics.ledger",
     "newcomers": "core.scheduler.newcomers core.worker.newcomer",
