@@ -439,7 +439,7 @@ class User:
     def _go_on(self, begun: int) -> Program:
         for turn in range(begun, self.job.rounds_of(self.rank)):
             self.round = turn
-            if turn != self.since or self.job.waits:
+            if turn != self.since or self.rollbacks or self.job.waits:  # else it has pushed before its first turn
                 if self.job.quota:
                     yield from self._ask_for(turn) if self.job.mode == "async" else self._make_progress(turn)
                 yield from self._take_turn(turn)

@@ -89,8 +89,9 @@ class Losses:
         del self._membership.unaccounted[member]
         answers = self._membership.views.answers
         for number in chain.from_iterable(answer.valueless.tolist() for answer in answers):
-            if self._keys.giver_of(number) == member.node.rank:
-                return self._doomed(self._keys.key_of(number), member)
+            is_giver = self._keys.giver_of(number) == member.node.rank
+            if is_giver and (doomed := self._doomed(self._keys.key_of(number), member)):
+                return doomed
         if member in self._undone:
             self._undone.discard(member)
             return []

@@ -935,6 +935,8 @@ class Scheduler(fx.Machine):
 
     def _doomed(self, key: int | str, giver: Member) -> list[fx.Effect]:
         """End the job because a key can never get its first value, and its users would wait for ever."""
+        if self.rollback is not None and self.rollback.way_back is not None:
+            return []  # a server that has not gone back yet has no values
         cause = self.membership.lost[giver]
         sentence = (
             f"{giver} was lost before it had given {name_of(key)} its first value ({cause}), and nobody else has it:"

@@ -87,7 +87,7 @@ class Server(fx.Machine):
         self._hold = 0
         """`Roster.hold` of the newest roster."""
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
-        """Lost worker of the roster → its fate in the slices of this server."""
+        """Lost worker of the roster, if this server has known it → its fate in the slices of this server."""
         self._released: set[Member] = set()
         """Lost workers of the roster whose processes have ended, and read nothing of this server any more."""
         self._quotas: Quotas | None = None
@@ -339,7 +339,7 @@ class Server(fx.Machine):
         lost = {member.node.rank: member for member in gone if member in self.peers.lost}
         fates = self._drop(lost) if lost else {}
         self._fates |= {member: fates[rank] for rank, member in lost.items()}
-        self._fates = {member: self._fates.get(member, ()) for member in message.lost}
+        self._fates = {member: self._fates[member] for member in message.lost if member in self._fates}
         self.shard.credit(message.fates)
         counters = self._cut(message.hold, joined)
         self.shard.roster({member.node.rank for member in gone})
