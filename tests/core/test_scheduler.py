@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadManifest, Sweep
+from kvdist.checkpoint.snapshot import EVERYTHING, FileRecord, Manifest, ReadManifest, Sweep
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
@@ -26,6 +26,8 @@ from kvdist.core.machine import (
     Send,
     Unreachable,
 )
+from kvdist.core.scheduler.agreement import Agreement
+from kvdist.core.scheduler.rollback import Snapshot
 from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.core.server.server import Server
 from kvdist.core.worker.requests import EnterBarrier, Register
@@ -36,6 +38,7 @@ from kvdist.protocol.messages import (
     Abort,
     Alive,
     Barrier,
+    Command,
     Done,
     ErrorCode,
     Failed,
@@ -43,6 +46,7 @@ from kvdist.protocol.messages import (
     Goodbye,
     Hello,
     Load,
+    Perform,
     Rejected,
     Roster,
     Save,
@@ -724,6 +728,28 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
         assert any(isinstance(one, Persist) and isinstance(one.work, ReadManifest) for one in effects)
         scheduler.observe(ChildEnded(servers[2].node, "killed", False), 0.7)
         assert scheduler._stopped, "half of the store would be of the checkpoint"
+
+
+def test_a_server_that_replaces_a_lost_server_is_asked_what_the_others_are_asked() -> None:
+    """A command that is under way when all go back waits for the answer of every server, of the new server too."""
+    config = ClusterConfig(Role.SCHEDULER, "host-s", 1, 2, 2, on_loss="continue", snapshots="/snapshots")
+    scheduler = Scheduler(config, 0.0)
+    for role in (Role.SERVER, Role.WORKER):
+        for rank in range(2):
+            scheduler.handle(stranger(role, (100 if role is Role.SERVER else 200) + rank), hello(rank, 2, 2), 0.0)
+    assert scheduler.rollback is not None
+    snapshot = Snapshot(0, -6, {}, Agreement("snapshot", "", 0.0, {}, ()), lambda message: None, lambda message: [])
+    snapshot.order = Save(0, 0, "/snapshots/step-5", EVERYTHING, -6, "r", 5, 2, 0, SavedFile("", 0, ""), "")
+    scheduler.rollback.written = [snapshot]
+    command = Command(7, 0, b"stop training")
+    scheduler.handle(scheduler.membership.awaited[worker(0)], command, 0.1)
+    scheduler.observe(ChildEnded(NodeId(Role.SERVER, 1), "killed", False), 0.2)
+    effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 2), 0.3)
+    new = scheduler.membership.servers[NodeId(Role.SERVER, 1)]
+    asked = [
+        (one.to, one.message.body) for one in effects if isinstance(one, Send) and isinstance(one.message, Perform)
+    ]
+    assert asked == [(new, command.body)]
 
 
 def test_pushes_that_a_rollback_undoes_are_not_accounted_for() -> None:
