@@ -359,7 +359,7 @@ class Round:
         for rank in ranks:
             self.slots.pop(rank, None)
 
-    def rewind(self, version: int, ranks: Iterable[int], later: Set[int] = frozenset()) -> None:
+    def rewind(self, version: int, ranks: Iterable[int], later: Set[int]) -> None:
         """Go back to a version, with as many counted pushes of each of these ranks; the open round is dropped.
 
         Args:

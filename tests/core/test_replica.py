@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import Effect, PeerConnected, PeerDisconnected, Send, Transmit
 from kvdist.core.reliable import RETRY_S, Reliable
 from kvdist.core.server.replica import CopiedShard, ReplicatedServer
+from kvdist.core.server.shard import Shard
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, NodeId, Role, worker
 from kvdist.optimizer.base import Piece
@@ -34,6 +36,7 @@ from kvdist.protocol.messages import (
     Replicated,
     Roster,
     SetOptimizer,
+    TakeRestored,
     Welcome,
 )
 from kvdist.version import __version__
@@ -157,6 +160,45 @@ def test_workers_that_come_back_do_not_put_off_the_judgement_of_a_backup() -> No
         server.observe(PeerConnected(WORKER), float(now))
     assert not goodbyes(server, 31.0)
     assert any(goodbyes(server, later) for later in (33.0, 35.0))
+
+
+def test_a_server_takes_over_slices_of_which_the_lost_server_has_forwarded_nothing() -> None:
+    server = second_server()
+    server.handle(SCHEDULER_MEMBER, ROSTER, 0.0)
+    placement = Placement((0, 1), (0, 1), 64)
+    assign = Assign(1, 0, "sync", ("v", "w"), ((2,), (2,)), (1, 1), (1, 1), ("", ""), placement)
+    server.handle(SCHEDULER_MEMBER, assign, 0.1)
+    copy = server.copy
+    assert copy is not None and copy.shard.holder(0) is None, "the other server has not forwarded it"
+    server.handle(SCHEDULER_MEMBER, replace(ROSTER, peers=ROSTER.peers[1:], epoch=2, owners=(1, 1)), 0.2)
+    assert [server.shard.holder(number) is not None for number in (0, 1)] == [True, True]
+
+
+def test_rounds_that_go_back_know_which_workers_have_joined_later() -> None:
+    server = second_server()
+    late = replace(ROSTER.peers[2], since=5)
+    server.handle(SCHEDULER_MEMBER, replace(ROSTER, peers=(*ROSTER.peers[:2], late)), 0.0)
+    assign = Assign(1, 0, "sync", ("w",), ((2,),), (1,), (1,), ("",), Placement((0,), (1,), 64))
+    server.handle(SCHEDULER_MEMBER, assign, 0.1)
+    server._roll_back(TakeRestored(2, 0, 1))
+    holder = server.shard.holder(0)
+    assert holder is not None and holder.round.began == {0: 0}
+
+
+def test_a_lost_workers_examples_count_alike_in_slices_that_are_taken_over() -> None:
+    heir, copy = welcome(stranger(1), SECOND).shard, welcome(stranger(0), FIRST).shard
+    credited: list[tuple[str, int]] = []
+    for name, shard, examples in (("heir", heir, 32), ("copy", copy, 24)):
+        shard._credited[7, 0] = examples
+        shard.credit = partial(noted_credit, credited, name, shard)  # type: ignore[method-assign]
+    heir.absorb(copy)
+    assert credited == [("heir", 0), ("copy", 8)] and heir._credited == {(7, 0): 32}
+
+
+def noted_credit(credited: list[tuple[str, int]], name: str, shard: Shard, fates: Sequence[Any]) -> None:
+    (fate,) = fates
+    credited.append((name, fate.examples - shard._credited[fate.incarnation, fate.store]))
+    Shard.credit(shard, fates)
 
 
 def test_a_server_does_not_judge_its_backup_while_the_scheduler_is_away() -> None:

@@ -68,7 +68,7 @@ def test_a_round_that_counts_nobody_leaves_its_slots_alone() -> None:
 def test_who_goes_back_makes_no_version_before_a_cut_and_newcomers_begin_there() -> None:
     round_ = Round("w", SYNC)
     round_.promise()
-    round_.rewind(3, {0: (3, 0)})
+    round_.rewind(3, {0}, set())
     for more, version in ((0, 3), (1, 2)):
         round_.promise(more)
         assert (round_.held_version(more), round_.version) == (version, 3), "newcomers take part from version 3 on"
@@ -83,5 +83,5 @@ def test_after_a_rollback_rounds_know_who_has_joined_later_whatever_they_knew() 
     rounds = Round("w", SYNC), Round("w", SYNC)
     rounds[0].admit([2], 50)
     for round_ in rounds:
-        round_.rewind(60, {0: (), 1: (), 2: ()}, {2, 7})
+        round_.rewind(60, {0, 1, 2}, {2, 7})
     assert [round_.began for round_ in rounds] == [{2: 60}] * 2

@@ -45,6 +45,7 @@ from kvdist.protocol.messages import (
     Fate,
     Goodbye,
     Hello,
+    Join,
     Load,
     Perform,
     Rejected,
@@ -730,8 +731,8 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
         assert scheduler._stopped, "half of the store would be of the checkpoint"
 
 
-def test_a_server_that_replaces_a_lost_server_is_asked_what_the_others_are_asked() -> None:
-    """A command that is under way when all go back waits for the answer of every server, of the new server too."""
+def with_a_snapshot() -> Scheduler:
+    """The scheduler of two workers and two servers that have written a snapshot."""
     config = ClusterConfig(Role.SCHEDULER, "host-s", 1, 2, 2, on_loss="continue", snapshots="/snapshots")
     scheduler = Scheduler(config, 0.0)
     for role in (Role.SERVER, Role.WORKER):
@@ -741,6 +742,49 @@ def test_a_server_that_replaces_a_lost_server_is_asked_what_the_others_are_asked
     snapshot = Snapshot(0, -6, {}, Agreement("snapshot", "", 0.0, {}, ()), lambda message: None, lambda message: [])
     snapshot.order = Save(0, 0, "/snapshots/step-5", EVERYTHING, -6, "r", 5, 2, 0, SavedFile("", 0, ""), "")
     scheduler.rollback.written = [snapshot]
+    return scheduler
+
+
+def test_a_worker_that_is_lost_while_all_go_back_is_not_accounted_for() -> None:
+    scheduler = with_a_snapshot()
+    lost = scheduler.membership.awaited[worker(1)]
+    scheduler.observe(ChildEnded(NodeId(Role.SERVER, 1), "killed", False), 0.2)
+    scheduler.observe(ChildEnded(worker(1), "killed", False), 0.3)
+    assert lost in scheduler.membership.unaccounted and lost in scheduler.losses._undone
+
+
+def test_what_late_workers_have_asked_at_a_barrier_is_dropped_when_all_go_back() -> None:
+    """A server that replaces a lost server knows no workers yet when it hears what the others are asked."""
+    scheduler = with_a_snapshot()
+    scheduler._questions.ask(Join(0, 0, (1,)), None)
+    assert [type(one) for one in scheduler._questions.unanswered] == [Join]
+    scheduler.observe(ChildEnded(NodeId(Role.SERVER, 1), "killed", False), 0.2)
+    assert scheduler._questions.unanswered == []
+
+
+def test_workers_hear_of_every_loss_whatever_servers_have_answered_meanwhile() -> None:
+    config = ClusterConfig(Role.SCHEDULER, "host-s", 1, 8, 2, on_loss="continue")
+    scheduler = Scheduler(config, 0.0)
+    for role, count in ((Role.SERVER, 2), (Role.WORKER, 8)):
+        for rank in range(count):
+            scheduler.handle(stranger(role, (100 if role is Role.SERVER else 200) + rank), hello(rank, 8, 2), 0.0)
+    servers = [scheduler.membership.servers[NodeId(Role.SERVER, rank)] for rank in range(2)]
+    first, second = (scheduler.membership.awaited[worker(rank)] for rank in (1, 2))
+    fates = (Fate(1, first.incarnation, 0, 5, 5, 1, 1, examples=40),)
+    effects = scheduler.observe(ChildEnded(first.node, "killed", False), 1.0)
+    effects += scheduler.observe(ChildEnded(second.node, "killed", False), 1.001)
+    for answers in (fates, ()):
+        for one in servers:
+            effects += scheduler.handle(one, seen(scheduler, answers), 1.002)
+    effects += scheduler.tick(scheduler.deadline)
+    survivor = scheduler.membership.awaited[worker(0)]
+    sent = [one.message for one in effects if isinstance(one, Send) and one.to == survivor]
+    assert {first, second} <= {member for one in sent if isinstance(one, Roster) for member in one.lost}
+
+
+def test_a_server_that_replaces_a_lost_server_is_asked_what_the_others_are_asked() -> None:
+    """A command that is under way when all go back waits for the answer of every server, of the new server too."""
+    scheduler = with_a_snapshot()
     command = Command(7, 0, b"stop training")
     scheduler.handle(scheduler.membership.awaited[worker(0)], command, 0.1)
     scheduler.observe(ChildEnded(NodeId(Role.SERVER, 1), "killed", False), 0.2)

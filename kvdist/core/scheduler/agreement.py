@@ -230,6 +230,11 @@ class Questions:
             del self._open[request]
             self._asked.pop(request, None)
 
+    def drop_all(self, kind: type[Question]) -> None:
+        """Drop all requests by messages of a kind."""
+        for request in [number for number, asked in self._asked.items() if isinstance(asked, kind)]:
+            del self._open[request], self._asked[request]
+
     @property
     def unanswered(self) -> list[Question]:
         """Open requests, which a server that replaces a lost server must answer."""

@@ -59,7 +59,7 @@ class Losses:
         self._said: set[str] = set()
         """Failures that lost workers have reported themselves."""
         self._undone: set[Member] = set()
-        """Workers that were lost before a rollback, whose account is not complete."""
+        """Workers that were lost before servers had gone back: their account is of undone pushes."""
         self.leases: AccountedLeases | None = None
         """Leases of lost workers, if examples are leased."""
 
@@ -80,7 +80,7 @@ class Losses:
         self._said |= {said} - {""}
 
     def roll_back(self) -> None:
-        """Leave out the pushes of the workers lost so far: a rollback undoes them."""
+        """Leave out the pushes of the workers lost so far: the rollback that begins, or is under way, undoes them."""
         self._undone = set(self._membership.unaccounted)
         self._membership.fates.clear()
 

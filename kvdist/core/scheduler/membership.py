@@ -58,7 +58,7 @@ class Membership:
         self.away: dict[NodeId, Member] = {}
         """Lost workers whose rejoin is awaited (``--on-loss wait``)."""
         self.changes = 0
-        """Number of changes of `workers`, `resting` and `away`."""
+        """Number of changes of `awaited`, `resting`, `newcomers`, `servers` and `left`."""
         self.quorum = (self.awaited, self.away)
         """Groups whose statements the agreements of workers need."""
         self.servers: dict[NodeId, Member] = {}

@@ -318,6 +318,7 @@ class Newcomers:
         self._line, self._at_cut, self._at_current_cut = [], None, None
         self._waiting.clear()
         self._joined.clear()
+        self._questions.drop_all(msg.Join)  # each worker asks again
         self._keys.exempt_nobody()
 
     def rolled_back(self) -> None:

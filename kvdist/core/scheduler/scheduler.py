@@ -443,9 +443,13 @@ class Scheduler(fx.Machine):
         return [fx.Send(member, roster, self._token(member)) for member in members]
 
     def _with_news(self, effects: list[fx.Effect]) -> list[fx.Effect]:
-        """Append a roster for servers, if they have to know of something new, and have answered the last roster."""
-        views = self.membership.views
-        if not views.is_stale or not views.is_answered or self._is_over:
+        """Append a roster for servers, if they have to know of something new, and have answered the last roster.
+
+        While a roster for all is due soon, they wait for that: a loss is in no roster for servers before it is in one
+        for all, or it could be settled before workers hear of it.
+        """
+        views, is_due_soon = self.membership.views, self._announce_at < fx.NEVER
+        if not views.is_stale or not views.is_answered or is_due_soon or self._is_over:
             return effects
         return [*effects, *self.announce_to_servers()]
 
@@ -458,7 +462,9 @@ class Scheduler(fx.Machine):
         return self._announce(self._now)
 
     def announce_to_servers(self) -> list[fx.Effect]:
-        """Send a roster to the servers alone, as workers need not know what has changed."""
+        """Send a roster to the servers alone, as workers need not know what has changed; to all, if that is due."""
+        if self._announce_at < fx.NEVER:
+            return self._announce(self._now)
         return self._send_roster(self.membership.servers.values())
 
     # Barriers and commands.
@@ -860,6 +866,8 @@ class Scheduler(fx.Machine):
             return [fx.Log(f"{sentence}; it had left before")]
         self.membership.lose(member, cause, has_ended)
         self.membership.views.then(partial(self.losses.settle, member))
+        if self.rollback is not None and self.rollback.way_back is not None:
+            self.losses.roll_back()
         self._deadlocks.forget(member, now)
         others = len(self.membership.members)
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"

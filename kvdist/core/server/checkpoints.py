@@ -127,9 +127,9 @@ class ServerCheckpoints:
         self._source: CheckpointSource
         self._snapshots: dict[tuple[int, int], ServerCheckpoint] = {}
         self.awaited: dict[int, list[ServerCheckpoint]] = {}
-        """Slice → snapshots that wait for it. Empty nearly always: checked whenever a round is closed."""
+        """Slice → checkpoints that wait for it. Empty nearly always: checked whenever a round is closed."""
         self.ready: dict[ServerCheckpoint, None] = {}
-        """Snapshots for `take_effects` to continue, once each. Empty nearly always."""
+        """Checkpoints for `take_effects` to continue, once each. Empty nearly always."""
 
     def attach(self, source: CheckpointSource) -> None:
         """Take slices from this source; to be called before anything else."""

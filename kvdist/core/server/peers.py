@@ -15,28 +15,28 @@ class Peers:
     """The newest roster, as all parts of a server read it. Only `Server` changes it."""
 
     name: str = "this server"
-    """Of this server, for messages."""
+    """Name of this server, for messages."""
     workers: dict[int, Member] = field(default_factory=dict)
-    """Rank → the live worker there."""
+    """Rank → live worker."""
     awaited: set[int] = field(default_factory=set)
-    """The ranks of those that rounds and checkpoints wait for: all workers but those that rest."""
+    """Ranks of the workers that rounds and checkpoints wait for: all but resting workers."""
     resting: set[int] = field(default_factory=set)
     newcomers: dict[int, Member] = field(default_factory=dict)
-    """Rank → the worker there that no round waits for yet."""
+    """Rank → worker that no round waits for yet."""
     since: dict[int, int] = field(default_factory=dict)
-    """Rank of a worker that has joined later → how many pushes the others had made, and it had not, when it joined."""
+    """Rank of a worker that has joined later → number of pushes that the others had made before it joined."""
     left: set[Member] = field(default_factory=set)
     """Workers that have left; their late messages are ignored."""
     lost: set[Member] = field(default_factory=set)
-    """Workers that were given up; they are told so."""
+    """Workers that were given up; their messages are refused with the reason."""
     awaits_return: bool = False
     """Whether all wait for the return of lost workers."""
     away: set[int] = field(default_factory=set)
-    """The ranks of those."""
+    """Ranks of the lost workers whose return is awaited."""
     owners: tuple[int, ...] = ()
-    """Number of a server, as placement names it → the rank of the one that has its slices; empty: its own."""
+    """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
     far: set[Member] = field(default_factory=set)
-    """The processes to which values cross a network."""
+    """Processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
     """Worker → its host, departed ones included, as their pushes may come later."""
 
@@ -76,15 +76,15 @@ class Peers:
         return gone, joined
 
     def has(self, member: Member) -> bool:
-        """Whether this very worker is there, as a member or as a newcomer."""
+        """Whether this worker, in this life, is live, as a member or as a newcomer."""
         rank = member.node.rank
         return self.workers.get(rank) == member or self.newcomers.get(rank) == member
 
     def rest(self, ranks: Set[int]) -> None:
-        """Wait for all workers but these."""
+        """Await all workers but these."""
         self.resting = set(ranks)
         self.awaited = (self.workers.keys() | self.away) - self.resting
 
     def are_neighbours(self, one: Member, other: Member) -> bool:
-        """Whether a worker may bring contributions of another worker, perhaps a departed one: of its own host."""
+        """Whether a worker may bring contributions of another worker, perhaps a departed worker: of the same host."""
         return one == other or (one in self._host_of and self._host_of[one] == self._host_of.get(other))

@@ -90,6 +90,11 @@ class ReplicatedShard(Shard):
 
     def absorb(self, other: Shard) -> None:
         """Take over a copy, with its states."""
+        for (incarnation, store), examples in (other._credited | self._credited).items():
+            most = max(examples, other._credited.get((incarnation, store), 0))
+            fate = msg.Fate(0, incarnation, store, 0, 0, 0, 0, most)
+            for shard in (self, other):  # a lost worker's examples that count in some slices count in all
+                shard.credit([fate])
         self._credited = other._credited | self._credited
         for holder in other:
             self.uncopied.update(dict.fromkeys(holder.ids.tolist()))
@@ -631,6 +636,7 @@ class ReplicatedServer(Server):
         """Promote the copy after the loss of its server. Returns what workers have to know."""
         copy, self.copy = self.copy, None
         assert copy is not None
+        copy.rank = (self.me.node.rank - 1) % self.joining.introduction.num_servers  # it may have heard nothing yet
         answers = [effect for message in self._said for effect in copy.hear(message, now)]
         effects: list[fx.Effect] = [
             one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)

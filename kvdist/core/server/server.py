@@ -409,7 +409,7 @@ class Server(fx.Machine):
 
     def _counters(self, ranks: Iterable[int], counters: Sequence[tuple[int, int, int, int]]) -> list[fx.Effect]:
         """Return messages to workers with the start of their counters: see `Shard.admit`."""
-        rows: dict[int, list[list[int]]] = {rank: [] for rank in ranks}
+        rows: dict[int, list[list[int]]] = {rank: [] for rank in ranks if rank in self.peers.workers}
         for rank, *row in counters:
             if rank in rows:
                 rows[rank].append(row)
@@ -427,7 +427,6 @@ class Server(fx.Machine):
     def _roll_back(self, message: msg.TakeRestored) -> list[fx.Effect]:
         """Continue from a snapshot that was read, and send the workers the start of their counters."""
         self.snapshots.clear()
-        self.peers.since.clear()  # all are at the same step now, whenever they joined
         self.peers.rest(set())
         if self._quotas is not None:
             self._quotas.clear()

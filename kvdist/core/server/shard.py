@@ -457,6 +457,7 @@ class Shard:
             (slice, its holder) of all slices.
         """
         self.blocks.isolate(np.concatenate([np.zeros(0, np.uint32), *(block.ids for block in self.blocks)]))
+        self._credited.clear()
         for holder in self:
             holder.clear_for_rollback(self.updates(holder.store))
         self.load(store, [one for one in read if self.holder(one.number) is not None])

@@ -6,7 +6,7 @@ replies from it. Pulls and first values go to the servers. Invariants:
 
 * A slice is forwarded when every live worker of the host has contributed, and never before, so a forwarded push never
   makes a server wait for a worker of this host. An incomplete slice is *handed back* after a while: each worker sends
-  its own contribution, and the server knows who is late. A forwarded slice is never handed back.
+  its own contribution, and the server knows who is late. The leader never hands a forwarded slice back.
 * Contributions that agree in settings and flags, and in samples where those weigh, are summed in rank order. The sum
   counts in the place of the lowest rank with a gradient, and carries the list of the pushes that are in it. What does
   not agree with the contribution of that rank is handed back. Halves go to the servers: the sum of a host could round
