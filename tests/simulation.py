@@ -483,6 +483,8 @@ def _note_losses(cluster: Cluster, process: Process) -> None:
         cluster.given_up[name] = cluster.network.now
     for member in scheduler.membership.lost.keys() - cluster.lost if cluster.scenario.parted_s else ():
         cluster.lost.add(member)
+        for process in cluster.processes.values():  # what a server hears that was given up comes to nothing
+            process.is_void |= process.node.machine.me == member and member.node.role is Role.SERVER
         _note_parted(cluster, member)
 
 
