@@ -2,7 +2,7 @@
 
 `storage` is the NumPy type that carries the bits. bfloat16 has no NumPy type: its bits travel and rest as
 uint16, and the kernels do its arithmetic in float32. `accumulate` is the type in which contributions are summed:
-halves in float32, everything else in its own.
+halves in float32, all other types in the same type.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def from_name(name: str) -> DType:
     """The element type called `name` (``float32``, ``bfloat16``, …).
 
     Raises:
-        TypeError: the type is not one that a key may have.
+        TypeError: a key cannot have this type.
     """
     try:
         return _BY_NAME[name]

@@ -1,6 +1,6 @@
-"""What threads of the user may know of the cluster: a snapshot that never changes.
+"""The cluster as threads of the user may know it: a record that never changes.
 
-`Node` publishes a new one when the cluster changes, and the user's threads read the newest. They never look into a
+`Node` publishes a new record when the cluster changes, and the user's threads read the newest. They never look into a
 machine, which belongs to the node's thread.
 """
 
@@ -15,18 +15,18 @@ from kvdist.protocol import messages as msg
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """The cluster as one process sees it. Servers are named by their ranks.
+    """The cluster as a process sees it. Servers are named by their ranks.
 
-    me: this process; its rank is `UNRANKED` until the scheduler has given it one.
+    me: this process; its rank is `UNRANKED` until the scheduler has assigned a rank.
     epoch: number of the newest roster.
-    sharing: servers that read this process's shared memory, so that nothing of it is carried there.
+    sharing: servers that read this process's shared memory, so that its content is not sent to them.
     far: servers whose addresses lie across a network.
-    summed: servers to which large slices go as one sum of this host.
+    summed: servers to which large slices go as a sum of this host.
     summed_small: the same for small slices.
-    leader_shares: another worker sums for this one, and reads its shared memory.
-    members: the ranks of the workers that are there, in order.
+    leader_shares: whether another worker sums for this process, and reads its shared memory.
+    members: ranks of the live workers, in order.
     on_loss: what follows when a worker is lost.
-    lost: how many have been given up.
+    lost: number of workers that were lost.
     """
 
     me: Member
@@ -45,7 +45,7 @@ class ClusterView:
         return server in self.sharing
 
     def is_far(self, server: int) -> bool:
-        """Whether what is sent to this server crosses a network."""
+        """Whether messages to this server cross a network."""
         return server in self.far and server not in self.sharing
 
     def reads_pushes(self, run: req.RunPlan) -> bool:

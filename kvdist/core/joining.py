@@ -17,7 +17,7 @@ KEPT_HELLO_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a process says of itself."""
+    """Identity and size of the cluster that a process sends in its hello."""
 
     role: Role
     token: int
@@ -53,16 +53,16 @@ class Joining:
         self.welcomed_at: float | None = None
         self.complete = False
         self.away_s = 0.0
-        """How long the scheduler may be away, because it is started again."""
+        """Seconds that the scheduler may be away, because it is started again."""
         self.hint = ""
-        """Who is missing, as the scheduler says."""
+        """Processes that are missing, by the scheduler's last hint."""
         self._heard_at = now
         self._next_hello = now
         self._dialled = False
 
     @property
     def welcomed(self) -> bool:
-        """Whether the scheduler has given this process a seat, so that losing it means something."""
+        """Whether the scheduler has assigned a rank, so that the loss of the scheduler matters."""
         return self.welcomed_at is not None
 
     @property
@@ -75,7 +75,7 @@ class Joining:
         return self.welcomed_at + self.form_timeout_s
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Say hello again if it is time.
+        """Repeat the hello if it is time.
 
         Raises:
             DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
@@ -102,14 +102,14 @@ class Joining:
         return [*effects, fx.Send(SCHEDULER_MEMBER, self._hello())]
 
     def hinted(self, deed: str, now: float) -> None:
-        """The scheduler says who is missing. It is there, so its answer may take long."""
+        """Store the scheduler's hint about missing processes. The scheduler is alive, so its answer may take long."""
         self.hint = deed
         if self.welcomed_at is None:
             self._heard_at = now
             self._next_hello = min(self._next_hello, now + KEPT_HELLO_INTERVAL_S)
 
     def disconnected(self, now: float) -> None:
-        """The connection to the scheduler broke, and a hello or its answer with it: say it again."""
+        """Repeat the hello: the connection to the scheduler broke, and the hello or its answer may be lost with it."""
         if self._dialled:
             self._next_hello = now
 
@@ -122,19 +122,19 @@ class Joining:
         return now + grace_s + self.away_s if is_judged else fx.NEVER
 
     def welcome(self, message: msg.Welcome, now: float) -> None:
-        """Take the seat that the scheduler gave."""
+        """Take the rank that the scheduler has assigned."""
         if self.welcomed_at is None:
             self.me = Member(NodeId(self.introduction.role, message.rank), message.incarnation)
             self.welcomed_at = now
             self.away_s = message.away_s
 
     def roster(self, message: msg.Roster) -> tuple[msg.Peer, ...]:
-        """Take the list of members; the first one ends the joining."""
+        """Take the list of members; the first list ends the joining."""
         self.complete = True
         return message.peers
 
     def refusal(self, message: msg.Rejected) -> errors.KvdistError:
-        """What a refusal means for the user."""
+        """Return the error of the user for a refusal."""
         if message.is_over:
             return errors.JobOver(message.reason)
         return errors.ConfigError(
@@ -142,7 +142,7 @@ class Joining:
         )
 
     def explain(self, now: float) -> str | None:
-        """What is waited for; None once the cluster is complete."""
+        """Return the processes or the answer that this process awaits; None once the cluster is complete."""
         if self.complete:
             return None
         if self.welcomed_at is None:

@@ -1,7 +1,7 @@
 """What the machines want done, and what can happen to them: the whole vocabulary between pure and impure.
 
 A machine never acts. It answers every input with a list of effects, which `Node` carries out in order and matches
-exhaustively in one place; a simulator does the same with a network of its own.
+exhaustively in a single place; a simulator does the same with a simulated network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Dial `endpoint`; whatever is sent to `to` goes there."""
+    """Dial `endpoint`; messages to `to` go to it from then on."""
 
     to: Member
     endpoint: str
@@ -124,7 +124,7 @@ Effect = (
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """A connection to `member` is up again, or it came back under a new one."""
+    """A connection to `member` is up again, or a new connection is."""
 
     member: Member
 
@@ -141,7 +141,7 @@ class PeerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Connections to `member` come up again and again, and nothing that is said to it gets through."""
+    """Connections to `member` come up again and again, and no message to it gets through."""
 
     member: Member
     reason: str
@@ -183,7 +183,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persisted:
-    """A work with the disk is done, or could not be done; then `failure` says why."""
+    """A work with the disk is done, or could not be done; then `failure` has the reason."""
 
     token: object
     product: DiskResult = None
@@ -203,8 +203,8 @@ VERDICT_WAIT_S = 2.0
 class Machine(abc.ABC):
     """One role of the cluster as a pure state machine.
 
-    `handle` takes a message in order and exactly once; `Reliable` sees to that. Nothing here knows the time but by
-    the `now` it is given, in seconds of a clock that never goes back.
+    `handle` takes a message in order and exactly once; `Reliable` sees to that. A machine knows the time only by
+    its argument `now`, in seconds of a clock that never goes back.
     """
 
     me: Member
@@ -212,18 +212,18 @@ class Machine(abc.ABC):
     step: int
     """The training step this process is in."""
     hears_of_work: bool = False
-    """Whether it is told once a second how much this process had to do: see `Worked`."""
+    """Whether it gets an event once a second with the work of this process: see `Worked`."""
     steps: dict[Member, int]
     """The training step each peer was in when it was last heard of."""
     ack_bytes_max: int = ACK_BYTES_MAX
-    """Payload bytes after which a peer is told at once that they have arrived, because its window waits for it."""
+    """Payload bytes after which their arrival is acknowledged at once, because the window of the peer waits for it."""
 
     @abc.abstractmethod
     def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Why nothing from `source` is listened to: a sentence to answer with, '' to say nothing; None to listen.
 
         Only members of the roster, by their incarnations, may change anything: not a stranger, not a process of an
-        earlier job on the same port, not one that was replaced.
+        earlier job on the same port, not a process that was replaced.
         """
 
     @abc.abstractmethod
@@ -240,7 +240,7 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """Messages with these tokens have arrived at `member`, or never will because it is gone."""
+        """Messages with these tokens have arrived at `member`, or never will because it has left."""
 
     @property
     @abc.abstractmethod
@@ -254,7 +254,7 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def explain(self, now: float) -> str | None:
-        """What is waited for, from whom, since when, in one sentence; None when nothing is."""
+        """Return a sentence with what is awaited, from whom, and since when; None if nothing is awaited."""
 
     @abc.abstractmethod
     def validate(self) -> None:

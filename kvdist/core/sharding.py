@@ -1,12 +1,12 @@
 """Where every element of a key lives: on which server, in which slice. Pure arithmetic.
 
-A key with fewer than `bigarray_bound` elements lives whole on one server (its *home*); a larger one is cut into one
+A key with fewer than `bigarray_bound` elements lives whole on a server (its *home*); a larger key is cut into one
 contiguous range per server. Either way it is handled in slices of at most `slice_bytes`, so that sending, summing
 and updating overlap. Slices have numbers that are unique in the cluster and consecutive within a key, in the order of
 the elements.
 
-What an optimizer must see together stays together: for one that needs lengths of the whole a key lives whole on one
-server, however large; for one that needs rows it is cut between them, and slices hold whole rows.
+Elements that an optimizer must see together stay together: for a rule that needs lengths of the whole, a key lives
+whole on a server, however large; for a rule that needs rows, it is cut between rows, and slices hold whole rows.
 
 A table of rows is cut between rows, too, but into one slice per server, of whatever size: its messages carry only the
 rows that matter.
@@ -36,7 +36,7 @@ HASH_MULTIPLIER = 9973
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there are as many as slices, and that takes five times as long
 class Slice:
-    """Elements `start` to `stop` of one key, in row-major order, kept by server `server`."""
+    """Elements `start` to `stop` of a key, in row-major order, kept by server `server`."""
 
     number: int
     server: int
@@ -86,11 +86,11 @@ def cut(
     """The slices of a key, in the order of its elements.
 
     Args:
-        size: elements of the key; 0 gives one empty slice, so that every key takes part in rounds.
+        size: elements of the key; 0 gives an empty slice, so that every key takes part in rounds.
         itemsize: bytes per element.
         home: the rank of the server that keeps the whole key, or `Placement.CUT`, or `Placement.CUT_AT_ROWS`.
         first_slice: the number of the first slice.
-        slice_bytes: the most bytes a slice may have, but for one row.
+        slice_bytes: the most bytes of a slice that has more than a row.
         row: elements of a row, where it is cut between those.
     """
     if home == msg.Placement.CUT_AT_ROWS:
@@ -129,7 +129,7 @@ def slices_of(
 
 
 class Placer:
-    """Chooses where new keys live, and numbers their slices. One per cluster, in the scheduler.
+    """Chooses where new keys live, and numbers their slices. The scheduler of a cluster has it.
 
     Args:
         num_servers: servers to choose from.

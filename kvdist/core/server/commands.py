@@ -1,4 +1,4 @@
-"""Commands of a worker to every server: servers run the handlers that are registered there. Pure.
+"""Commands of a worker to every server, which run the handlers that are registered on servers. Pure.
 
 A handler runs between two messages: no push is half applied while it runs, and the server answers nothing meanwhile.
 """
@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from kvdist.protocol import messages as msg
 
 Handler = Callable[[int, str, int], object]
-"""Called as ``handler(head, body, rank)`` with the server's rank; what it returns is not looked at."""
+"""Called as ``handler(head, body, rank)`` with the server's rank; its result is ignored."""
 
 
 def perform(handlers: Mapping[int, Handler], message: msg.Perform, rank: int) -> msg.Done | msg.Failed:
-    """The server's part: run the handler, and say how that went."""
+    """Run the handler of a command, and return the answer to the scheduler."""
     handler = handlers.get(message.head)
     if handler is None:
         return msg.Failed(message.request, msg.ErrorCode.INTERNAL, _unknown(message.head, handlers))

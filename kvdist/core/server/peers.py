@@ -24,11 +24,11 @@ class Peers:
     newcomers: dict[int, Member] = field(default_factory=dict)
     """Rank → worker that no round waits for yet."""
     since: dict[int, int] = field(default_factory=dict)
-    """Rank of a worker that has joined later → number of pushes that the others had made before it joined."""
+    """Rank of a worker that has joined later → number of pushes of the others before it joined."""
     left: set[Member] = field(default_factory=set)
     """Workers that have left; their late messages are ignored."""
     lost: set[Member] = field(default_factory=set)
-    """Workers that were given up; their messages are refused with the reason."""
+    """Lost workers; their messages are refused with the reason."""
     awaits_return: bool = False
     """Whether all wait for the return of lost workers."""
     away: set[int] = field(default_factory=set)
@@ -38,7 +38,7 @@ class Peers:
     far: set[Member] = field(default_factory=set)
     """Processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
-    """Worker → its host, departed ones included, as their pushes may come later."""
+    """Worker → its host, departed workers included, as their pushes may come later."""
 
     def update(self, message: msg.Roster, endpoint: str) -> tuple[list[Member], dict[int, int]]:
         """Update the members from a roster.

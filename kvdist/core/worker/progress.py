@@ -31,7 +31,7 @@ class ProgressReports:
         """Slice → the newest answer."""
 
     def report(self, request: req.ReportProgress, now: float) -> list[fx.Effect]:
-        """Take a call of the user; the one before it is answered."""
+        """Take a call of the user, and answer the call before it."""
         number = request.progress.slice
         effects = self._answer(number, None)
         step = self._transfers.slices.rounds_of(number)
@@ -44,25 +44,25 @@ class ProgressReports:
         return [*effects, fx.Send(self._servers[request.server], progress)]
 
     def ask_again(self) -> list[fx.Effect]:
-        """The user waits: repeat each report that has no answer, so that the server says who is awaited."""
+        """Repeat each report without an answer, as the user waits: the server names the workers that it awaits."""
         unanswered = [said for said in self._said.values() if self._pending.get(said.request) is not None]
         return [fx.Send(self._servers[said.server], said.progress) for said in unanswered]
 
     def not_due(self, message: msg.NotDue) -> None:
-        """A server says who is awaited before a push is due."""
+        """Store the workers that a server awaits before a push is due."""
         said = self._said.get(message.slice)
         pending = None if said is None else self._pending.get(said.request)
         if said is not None and pending is not None and said.progress.step == message.step:
             pending.awaits = message.ranks
 
     def due(self, message: msg.Due) -> list[fx.Effect]:
-        """A server says that a push is due."""
+        """Answer the call whose push is due, by a server's message."""
         self._due[message.slice] = message
         said = self._said.get(message.slice)
         return self._answer(message.slice, message) if said is not None and said.progress.step <= message.step else []
 
     def again(self, number: int) -> list[fx.Effect]:
-        """Tell a server that has the slices of a lost one, by its number, what that knew."""
+        """Repeat the reports to a server that has the slices of a lost server, by its number."""
         server = self._servers[number]
         return [fx.Send(server, said.progress) for said in self._said.values() if said.server == number]
 
