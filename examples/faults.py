@@ -24,7 +24,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("-n", "--num-workers", type=int, default=3)
 parser.add_argument("-s", "--num-servers", type=int, default=2)
-parser.add_argument("--epochs", type=int, default=40)
+parser.add_argument("--epochs", type=int, default=80)
 parser.add_argument("--kills", type=int, default=6, help="how many processes are killed")
 parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills, on average")
 parser.add_argument("--seed", type=int, default=None, help="of the choice of victims and times")
