@@ -641,7 +641,7 @@ def test_workers_that_leave_at_once_are_announced_together() -> None:
 # Servers with copies. The simulation meets these moments too rarely.
 
 
-class SettledNoted:
+class NotedAccounts:
     """Notes what all servers have counted of those that were given up."""
 
     def __init__(self) -> None:
@@ -798,7 +798,7 @@ def test_a_server_that_replaces_a_lost_server_is_asked_what_the_others_are_asked
 
 def test_pushes_that_a_rollback_undoes_are_not_accounted_for() -> None:
     scheduler, servers = with_copies()
-    noted = scheduler.losses.leases = SettledNoted()
+    noted = scheduler.losses.leases = NotedAccounts()
     lost = scheduler.membership.awaited[worker(1)]
     fates = (Fate(1, lost.incarnation, 0, 50, 50, 1, 1, examples=400),)
     scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
@@ -812,7 +812,7 @@ def test_pushes_that_a_rollback_undoes_are_not_accounted_for() -> None:
 
 def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:
     scheduler, servers = with_copies()
-    noted = scheduler.losses.leases = SettledNoted()
+    noted = scheduler.losses.leases = NotedAccounts()
     lost = scheduler.membership.awaited[worker(1)]
     scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
     scheduler.tick(0.3)
