@@ -40,6 +40,20 @@ def test_waits_that_ended_well_leave_no_dump(tmp_path: Path) -> None:
     assert tmp_path.is_dir() and not list(tmp_path.iterdir()), "they were written while the wait lasted"
 
 
+@each("first", ["worker-0", "worker-1"])
+def test_who_waits_in_a_circle_is_told_wherever_the_circle_is_entered(first: str, tmp_path: Path) -> None:
+    run(2, SCENARIOS["killed worker"], tmp_path)
+    dump = read_dumps(tmp_path)[0]
+    waits = {"scheduler": "worker-0 to end", "worker-0": "worker-1 to push", "worker-1": "worker-0 to pull"}
+    abouts = [
+        {**dump.about, "process": name, "wait": f"waiting 9.0 s for {wait}", "failure": None}
+        for name, wait in sorted(waits.items(), key=lambda item: item[0] != first)
+    ]
+    text = Story([replace(dump, about=about) for about in abouts]).paragraph()
+    for name, wait in waits.items():
+        assert text.lower().count(f"{name} waited 9.0 s for {wait}.") == 1, text
+
+
 @each("name, seed, victim", [("killed worker", 3, "worker-1"), ("killed server", 2, "server-0")])
 def test_what_a_process_wrote_in_a_wait_is_not_taken_for_its_end(
     name: str, seed: int, victim: str, tmp_path: Path

@@ -282,6 +282,7 @@ class Story:
         name, in_cycle = party
         if in_cycle:
             yield f"They waited for each other in a circle that {name} is part of, so that none could go on."
+            yield self._sentence([name], self.waits[name])
         else:
             yield f"Everybody waited for {self._where(name)}."
         yield from self._waits_for(name)
@@ -330,11 +331,15 @@ class Story:
                 if waiter not in reached and level & set(wait.awaited):
                     groups[Wait(0.0, wait.awaited, wait.deed)].append(waiter)
             for wait, waiters in groups.items():
-                seconds = max(self.waits[waiter].seconds for waiter in waiters)
-                since = f" {seconds:.1f} s" if seconds >= 0.1 else ""
-                yield f"{upper(listed(waiters))} waited{since} for {listed(wait.awaited)} to {wait.deed}."
+                yield self._sentence(waiters, wait)
             level = {waiter for waiters in groups.values() for waiter in waiters}
             reached |= level
+
+    def _sentence(self, waiters: Sequence[str], wait: Wait) -> str:
+        """Say who waited for whom, with the longest time that any of these processes had waited."""
+        seconds = max(self.waits[waiter].seconds for waiter in waiters)
+        since = f" {seconds:.1f} s" if seconds >= 0.1 else ""
+        return f"{upper(listed(waiters))} waited{since} for {listed(wait.awaited)} to {wait.deed}."
 
     def _end_of(self, name: str) -> Dump | None:
         """Return the dump that a process wrote at its end; None if it has only the dump of a wait, which may be old."""
