@@ -319,7 +319,7 @@ def counting(used: Counter[str]) -> Iterator[None]:
 
     def counted_offer_sum(self: Block, contributions: Sequence[Contribution], now: float) -> Verdict:
         verdict = offer_sum(self, contributions, now)
-        used["sum came after a push of its own"] += verdict is Verdict.REPEATED
+        used["sum came after a push of its own"] += verdict is Verdict.HAND_BACK
         return verdict
 
     def counted_members(self: HostRounds, members: Mapping[int, Member]) -> None:
@@ -1061,7 +1061,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
         if isinstance(machine, Scheduler):
             assert not len(machine.checkpoints), "the scheduler keeps checkpoints that are over"
         if isinstance(machine, Server) and not process.crashed:
-            assert not machine.snapshots.called_for, f"{process.name} keeps checkpoints that are over"
+            assert not machine.checkpoints.called_for, f"{process.name} keeps checkpoints that are over"
 
 
 def _must_abort(cluster: Cluster) -> bool:

@@ -115,11 +115,17 @@ class Admission:
 
 
 class Verdict(enum.Enum):
-    """What `Round.offer` did."""
+    """What a holder did with a contribution."""
 
     ACCEPTED = enum.auto()
     ALREADY_COUNTED = enum.auto()
+    """A closed round has it: its sender gets the answer again."""
     REPEATED = enum.auto()
+    """The open round has it."""
+    INCOMPLETE = enum.auto()
+    """A part of a push of rows is kept until the last part comes."""
+    HAND_BACK = enum.auto()
+    """A sum has a push that has come by itself too: each worker in the sum must push for itself."""
 
 
 @dataclass(slots=True)

@@ -733,14 +733,14 @@ class Stop(WireMessage):
 class Blocked(WireMessage):
     """Worker → scheduler: all threads of the user wait, and can go on only if other workers do something.
 
-    It holds until the next report. An empty `place` takes it back. Slices that are alike stand together in stretches;
+    It holds until the next report. An empty `call` takes it back. Slices that are alike stand together in stretches;
     the last stretch is all slices that this worker does not know.
     """
 
     KIND = 36
     number: UInt64
     """Counts the different reports of this worker."""
-    place: Sentence
+    call: Sentence
     """The call that waits, for people, such as ``pull of key 'w'``; '' if this worker may go on."""
     requests: Requests
     """The open requests to the scheduler."""

@@ -217,4 +217,4 @@ def require_nothing_left(wired: Wired) -> None:
     assert not len(wired.scheduler.checkpoints)
     assert not wired.works
     for server in wired.servers:
-        assert not server.snapshots._snapshots and not server.snapshots.awaited
+        assert not server.checkpoints._open and not server.checkpoints.awaited

@@ -1559,7 +1559,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "examples are leased twice": ("leases", [(Queue, "lease", leases_twice)]),
     "leases of the lost go back before servers have settled": (
         "leases of lost workers",
-        [(Leases, "lost", gives_back_at_once)],
+        [(Leases, "on_lost", gives_back_at_once)],
     ),
     "what servers have counted of the lost goes back": (
         "leases of lost workers",

@@ -92,7 +92,7 @@ def require_nothing_left(wired: Wired) -> None:
     assert not len(wired.scheduler.checkpoints)
     assert not wired.works
     for server in wired.servers:
-        assert not server.snapshots._snapshots and not server.snapshots.awaited
+        assert not server.checkpoints._open and not server.checkpoints.awaited
         for block in server.shard.blocks:
             buffers = [block.published, *block.pool.free_buffers]
             assert all(buffer is not None and buffer.leases == 0 for buffer in buffers)

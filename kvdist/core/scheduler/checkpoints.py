@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvdist import errors
 from kvdist.checkpoint.snapshot import (
@@ -33,6 +33,7 @@ from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.leases import Leases
 from kvdist.core.scheduler.membership import Membership
 from kvdist.naming import minority_first
 from kvdist.nodes import Member, NodeId, Role
@@ -169,16 +170,6 @@ class LoadUnderWay:
         return max(0, -self.counter)
 
 
-class DataPositions(Protocol):
-    """The positions of the workers in their data."""
-
-    def position(self, place: tuple[int, int]) -> dict[str, Any] | None:
-        """Return their positions when they called for the checkpoint of this store and counter."""
-
-    def saved(self, place: tuple[int, int]) -> None:
-        """Handle the end of the checkpoint, complete or failed."""
-
-
 class Checkpoints:
     """All checkpoints that are being written or read.
 
@@ -203,7 +194,7 @@ class Checkpoints:
         self.loads: dict[int, int] = {}
         self.after_load: Callable[[], None] | None = None
         """Called after a load has replaced the values of a store."""
-        self.data: DataPositions | None = None
+        self.data: Leases | None = None
         """Positions of the workers in their data, if the scheduler knows them."""
         self.restoring_data: Callable[[Mapping[str, Any]], Callable[[], None]] | None = None
         """Reads the positions in a manifest, and returns a function that restores them."""
@@ -232,8 +223,8 @@ class Checkpoints:
 
         A snapshot whose manifest is being written stays.
         """
-        kept = {place: saving for place, saving in self._saving.items() if place[1] < 0 and saving.is_written}
-        folders = {folder for place, saving in self._saving.items() if place not in kept for folder in saving.folders}
+        kept = {which: saving for which, saving in self._saving.items() if which[1] < 0 and saving.is_written}
+        folders = {folder for which, saving in self._saving.items() if which not in kept for folder in saving.folders}
         for counts, dropped in ((self.saves, self._saving), (self.loads, self._loading)):
             for store, counter in dropped:
                 if counter >= 0:
@@ -323,8 +314,8 @@ class Checkpoints:
             saving.failure = _with_loss(saving.failure, self._unaware[sender][1])
         elif saving.failure:
             pass
-        elif _place(said) != _place(message):
-            saving.fail(_differ([(first.node.rank, _place(said)), (sender.node.rank, _place(message))]))
+        elif _arguments(said) != _arguments(message):
+            saving.fail(_differ([(first.node.rank, _arguments(said)), (sender.node.rank, _arguments(message))]))
         elif not saving.keys:
             saving.fail("the store has no keys: init them before")
         elif message.num_keys != len(saving.keys):
@@ -336,8 +327,8 @@ class Checkpoints:
 
     def saved(self, sender: Member, message: msg.Saved, now: float) -> list[fx.Effect]:
         """Handle the report of a server that has written its slices or failed."""
-        place = (message.store, message.counter)
-        if place not in self._saving and message.counter != self.saves.get(message.store, 0):
+        which = (message.store, message.counter)
+        if which not in self._saving and message.counter != self.saves.get(message.store, 0):
             return []  # the checkpoint is over
         saving = self._open(message, now)
         if saving.servers.get(sender.node) != sender:
@@ -395,8 +386,8 @@ class Checkpoints:
         return any(loading.is_reading for loading in self._loading.values())
 
     def _open(self, message: msg.Save | msg.Saved, now: float) -> SaveUnderWay:
-        place = (message.store, message.counter)
-        saving = self._saving.get(place)
+        which = (message.store, message.counter)
+        saving = self._saving.get(which)
         if saving is None:
             workers, there_now = self._membership.awaited, self._membership.servers
             servers = {node: one for node, one in there_now.items() if self._membership.numbers_of(node)}
@@ -404,8 +395,8 @@ class Checkpoints:
             quorum = (*self._membership.quorum, servers)
             agreement: Agreement[msg.Save | msg.SavedFile] = Agreement("checkpoint", "", now, there, quorum)
             live = frozenset(node.rank for node in workers)
-            saving = self._saving[place] = SaveUnderWay(
-                *place, servers, agreement, self._position, self._answer_saving, live
+            saving = self._saving[which] = SaveUnderWay(
+                *which, servers, agreement, self._position, self._answer_saving, live
             )
             self.saves[message.store] = message.counter + 1
         return saving
@@ -481,14 +472,14 @@ class Checkpoints:
 
     def load(self, sender: Member, message: msg.Load, counter: int, now: float) -> list[fx.Effect]:
         """Handle load `counter` of a worker, which has no push under way, and waits until the store is restored."""
-        place, workers = (message.store, counter), self._membership.awaited
-        loading = self._loading.get(place)
+        which, workers = (message.store, counter), self._membership.awaited
+        loading = self._loading.get(which)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
             later = partial(self._membership.joined_later, message.pushes)
             agreement: Agreement[msg.Load | msg.Quiet]
             agreement = Agreement(subject, deed, now, workers, self._membership.quorum, later)
-            loading = self._loading[place] = LoadUnderWay(
+            loading = self._loading[which] = LoadUnderWay(
                 message.store,
                 counter,
                 message.folder,
@@ -523,9 +514,9 @@ class Checkpoints:
         for member, message in calls:
             if message.failure:
                 return self._end_loading(loading, f"{member}: {message.failure}")
-        places = [(member.node.rank, _place(message)) for member, message in calls]
-        if len({place for _, place in places}) > 1:
-            return self._end_loading(loading, _differ(places))
+        arguments = [(member.node.rank, _arguments(message)) for member, message in calls]
+        if len({some for _, some in arguments}) > 1:
+            return self._end_loading(loading, _differ(arguments))
         if not self._keys.saved(loading.store):
             return self._end_loading(loading, "the store has no keys: init them before")
         return [fx.Persist(loading, ReadManifest(loading.folder))]
@@ -607,8 +598,8 @@ class Checkpoints:
 
     def validate(self) -> None:
         """Check every invariant."""
-        for place, saving in self._saving.items():
-            assert place == (saving.store, saving.counter), "a checkpoint is known by its store and count"
+        for which, saving in self._saving.items():
+            assert which == (saving.store, saving.counter), "a checkpoint is known by its store and count"
             assert saving.is_ending == saving.is_complete, "it ends when all have reported, and not before"
             saving.agreement.validate()
         for claim in self._claims.values():
@@ -630,7 +621,7 @@ def _with_loss(failure: str, loss: str) -> str:
     return f"{failure}; {loss}" if failure else loss
 
 
-def _place(message: msg.Save | msg.Load) -> tuple[Hashable, ...]:
+def _arguments(message: msg.Save | msg.Load) -> tuple[Hashable, ...]:
     """Return the arguments that must be equal on all workers."""
     more = (message.step, message.keep) if isinstance(message, msg.Save) else ()
     return (message.folder, message.contents, *more)
@@ -641,5 +632,5 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 def _differ(said: Sequence[tuple[int, Hashable]]) -> str:
-    places = ", ".join(f"{who} {'name' if ' ' in who else 'names'} {place}" for who, place in minority_first(said))
-    return f"the workers do not agree: {places}; all must give the same arguments"
+    told = ", ".join(f"{who} {'name' if ' ' in who else 'names'} {value}" for who, value in minority_first(said))
+    return f"the workers do not agree: {told}; all must give the same arguments"

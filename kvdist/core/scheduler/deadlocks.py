@@ -28,7 +28,7 @@ CONFIRM_S = 2.0
 NAMED_MAX = 8
 """Maximum number of workers that the error names."""
 LEAVING = "leaving the cluster"
-"""`Blocked.place` of a worker whose program has ended."""
+"""`Blocked.call` of a worker whose program has ended."""
 
 Waits = Mapping[tuple[int, int], Set[int]]
 """(rank of a worker, its request) → ranks of the workers that must act first."""
@@ -59,7 +59,7 @@ class Deadlocks:
     def report(self, sender: Member, message: msg.Blocked, now: float) -> None:
         """Record that a worker waits, goes on, or confirms its report."""
         rank = sender.node.rank
-        if message.place:
+        if message.call:
             self._blocked[rank] = _Blocked(sender, message)
         else:
             self._blocked.pop(rank, None)
@@ -125,8 +125,8 @@ class Deadlocks:
 def _at(firsts: U32, column: U32, bounds: U32) -> U32:
     """Return the value of a column in each stretch that begins at `bounds`; 0 before the first stretch of the
     report."""
-    places = np.searchsorted(firsts, bounds, side="right")
-    return np.concatenate([np.zeros(1, np.uint32), column])[places]
+    stretches = np.searchsorted(firsts, bounds, side="right")
+    return np.concatenate([np.zeros(1, np.uint32), column])[stretches]
 
 
 def _waits_for(
@@ -150,10 +150,10 @@ def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> s
     chain = _cycle(members, waits)
     others = [rank for rank in sorted(members) if rank not in chain]
     shown = (chain + others)[:NAMED_MAX]
-    texts = [_place(rank, members, waits, key_of) for rank in shown]
+    texts = [_told(rank, members, waits, key_of) for rank in shown]
     if len(shown) < len(members):
         texts.append(f"{len(members) - len(shown)} more workers wait as well")
-    calls = [rank for rank in shown if _slice(members[rank].said)[0] < 0 and members[rank].said.place != LEAVING]
+    calls = [rank for rank in shown if _slice(members[rank].said)[0] < 0 and members[rank].said.call != LEAVING]
     pushes = any(_slice(one.said)[0] >= 0 for one in members.values())
     if calls and len(calls) < len(members):
         names = " and ".join(f"worker-{rank}" for rank in calls)
@@ -193,18 +193,18 @@ def _slice(said: msg.Blocked) -> tuple[int, int]:
         return said.slice, awaited
     if said.requests or not said.awaited.any():
         return -1, 0
-    place = int(np.flatnonzero(said.awaited)[0])
-    return int(said.firsts[place]), int(said.awaited[place])
+    stretch = int(np.flatnonzero(said.awaited)[0])
+    return int(said.firsts[stretch]), int(said.awaited[stretch])
 
 
 def _pushes(column: U32, said: msg.Blocked, number: int) -> int:
     return int(_at(said.firsts, column, np.array([number], np.uint32))[0])
 
 
-def _place(rank: int, members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> str:
+def _told(rank: int, members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> str:
     one = members[rank]
     names = ", ".join(f"worker-{other}" for other in _awaited(rank, members, waits)[:NAMED_MAX])
     number, awaited = _slice(one.said)
     if number < 0:
-        return f"worker-{rank} waits for {names} in {one.said.place}"
-    return f"worker-{rank} waits for {names} to push {name_of(key_of(number))} (step {awaited}), in {one.said.place}"
+        return f"worker-{rank} waits for {names} in {one.said.call}"
+    return f"worker-{rank} waits for {names} to push {name_of(key_of(number))} (step {awaited}), in {one.said.call}"

@@ -37,7 +37,7 @@ NO_NUMBERS: Sequence[Sequence[int]] = ((), ())
 ALL = 1 << 64
 """More examples than any worker has."""
 
-Place = tuple[int, int]
+CheckpointId = tuple[int, int]
 """A checkpoint: (store, number of earlier checkpoints of the store)."""
 
 
@@ -242,7 +242,7 @@ class Leases:
         """Worker that rests, or was never awaited → (its request for a lease, time of the request)."""
         self._unaccounted: set[Member] = set()
         """Lost workers with leases, whose pushes servers have not accounted for."""
-        self._marked: dict[Place, Marked] = {}
+        self._marked: dict[CheckpointId, Marked] = {}
         """Checkpoint under way → its unused examples."""
         self._unused_at_snapshot: dict[Member, LeaseHolder] | None = None
         """Worker → ranges that were unused when the present snapshot began, and ranges leased to it since, without
@@ -291,13 +291,13 @@ class Leases:
             self._reclaim(sender)
         return [fx.Send(sender, msg.Done(message.request))]
 
-    def left(self, member: Member) -> None:
+    def on_left(self, member: Member) -> None:
         """Handle the goodbye of a worker: all its pushes count, and its unused ranges are free again."""
         self._waiting.pop(member, None)
         self._reclaim(member)
         self._holders.pop(member, None)
 
-    def lost(self, member: Member) -> None:
+    def on_lost(self, member: Member) -> None:
         """Handle the loss of a worker, before its roster: the number of its used examples is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
@@ -424,17 +424,17 @@ class Leases:
         is_newcomer = self._membership.newcomers.get(member.node) == member
         return is_newcomer or self._membership.since.get(member, -1) >= marked.pushes
 
-    def position(self, place: Place) -> dict[str, Any] | None:
+    def position(self, checkpoint: CheckpointId) -> dict[str, Any] | None:
         """Return the position of a checkpoint in the data: its pass, and the ranges unused at its moment."""
         if self._plan is None:
             return None
-        marked = self._marked[place].ranges.values() if place in self._marked else ()
+        marked = self._marked[checkpoint].ranges.values() if checkpoint in self._marked else ()
         held = [one for holder in self._holders.values() for one in holder.ranges]
         return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
 
-    def saved(self, place: Place) -> None:
+    def saved(self, checkpoint: CheckpointId) -> None:
         """Handle the end of a checkpoint, complete or failed: resting workers may continue."""
-        self._marked.pop(place, None)
+        self._marked.pop(checkpoint, None)
         self.advance()
 
     # Snapshots that servers write by themselves.

@@ -13,23 +13,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from kvdist.core import machine as fx
 from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.leases import Leases
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, Role
 from kvdist.protocol import messages as msg
-
-
-class AccountedLeases(Protocol):
-    """Leases of lost workers."""
-
-    def account(self, member: Member, fates: Iterable[msg.Fate]) -> None:
-        """Handle the account of all servers for a lost worker."""
 
 
 class Losses:
@@ -60,7 +53,7 @@ class Losses:
         """Failures that lost workers have reported themselves."""
         self._undone: set[Member] = set()
         """Workers that were lost before servers had gone back: their account is of undone pushes."""
-        self.leases: AccountedLeases | None = None
+        self.leases: Leases | None = None
         """Leases of lost workers, if examples are leased."""
 
     def may_go_on(self, member: Member, said: str) -> bool:

@@ -51,7 +51,7 @@ class WaitingCall:
 
 
 class NewcomerScheduler(Protocol):
-    """The scheduler's functions for newcomers."""
+    """The scheduler, as newcomers see it; this module imports nothing of `scheduler`, which imports it."""
 
     on_loss: msg.OnLoss
     config: ClusterConfig
@@ -67,6 +67,9 @@ class NewcomerScheduler(Protocol):
     @property
     def calls(self) -> int:
         """Number of barriers, checkpoints and loads so far, including those under way."""
+
+    def welcome(self, stranger: Member, member: Member) -> list[fx.Effect]:
+        """Tell an admitted process which member it is."""
 
     def announce(self) -> list[fx.Effect]:
         """Send a new roster to all."""
@@ -141,10 +144,7 @@ class Newcomers:
         self._early.pop(member.node, None)
         self.introductions.add(member)
         self._membership.views.then(partial(self._introduced, member))
-        config = self._scheduler.config
-        own = (self._scheduler.on_loss, config.away_s, config.replicas)
-        welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
-        return [fx.Send(stranger, welcome), fx.Bind(stranger, member), *self._scheduler.announce()]
+        return [*self._scheduler.welcome(stranger, member), *self._scheduler.announce()]
 
     def delay_claimant(self, node: NodeId, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
         """Delay a process that asks for a rank in use, whose process may be dead; refuse it after `patience_s`."""
@@ -182,7 +182,7 @@ class Newcomers:
         self._joined.pop(member, None)
         self._line = [one for one in self._line if one != member]
         self._waiting = [one for one in self._waiting if one.sender != member]
-        self._aligned = {place for place in self._aligned if place[0] != member}
+        self._aligned = {one for one in self._aligned if one[0] != member}
 
     def end(self) -> list[fx.Effect]:
         """Reject all newcomers, as the last member has finished well."""
@@ -430,14 +430,14 @@ class Newcomers:
             message: its call, which waits for another worker's call if it has no number.
             is_expected: whether others wait for this worker in such a call, so that its number is known.
         """
-        place = type(message), message.store
-        if self._is_aligned(sender, *place):
+        kind = type(message), message.store
+        if self._is_aligned(sender, *kind):
             return False
         others = (other for other in self._membership.awaited.values() if other != sender)
-        if not is_expected and any(self._is_aligned(other, *place) for other in others):
+        if not is_expected and any(self._is_aligned(other, *kind) for other in others):
             self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
             return True
-        self._aligned.add((sender, *place))
+        self._aligned.add((sender, *kind))
         return False
 
     def _is_aligned(self, member: Member, kind: type[msg.Message], store: int) -> bool:

@@ -83,7 +83,7 @@ class Snapshot(SaveUnderWay):
 
 
 class SnapshotScheduler(Protocol):
-    """What the scheduler does for snapshots."""
+    """The scheduler, as snapshots see it; this module imports nothing of `scheduler`, which imports it."""
 
     @property
     def now(self) -> float:

@@ -386,9 +386,7 @@ class Scheduler(fx.Machine):
             # It has not received its welcome, so it cannot read messages to a member; it may be started again.
             cause, again = self.membership.lost[member], f"{self._fenced(member)}; start it again"
             return [fx.Send(sender, msg.Abort(msg.ErrorCode.PEER_LOST, str(member), "", cause, -1, again))]
-        own = (self.on_loss, self.config.away_s, self.config.replicas)
-        welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
-        effects: list[fx.Effect] = [fx.Send(sender, welcome), fx.Bind(sender, member)]
+        effects = self.welcome(sender, member)
         if known is not None:
             return effects
         if self._is_over and member.node.role is Role.SERVER:
@@ -399,6 +397,12 @@ class Scheduler(fx.Machine):
         elif self.membership.absent:
             effects += self._incomplete_for_ever()
         return effects
+
+    def welcome(self, stranger: Member, member: Member) -> list[fx.Effect]:
+        """Tell an admitted process which member it is, and know it by this name from then on."""
+        own = (self.on_loss, self.config.away_s, self.config.replicas)
+        word = msg.Welcome(member.node.rank, member.incarnation, *own)
+        return [fx.Send(stranger, word), fx.Bind(stranger, member)]
 
     def _grace_s(self, after_silence: bool, silent_s: float = 0.0) -> float:
         """Return how long a peer may be disconnected, after `silent_s` of silence while this process was awake."""
@@ -483,12 +487,12 @@ class Scheduler(fx.Machine):
             return []
         if message.repeats and not entered:
             return [fx.Send(sender, msg.Done(message.request))]  # the barrier is over
-        place, workers = (message.store, number), self.membership.awaited
-        barrier = self._barriers.get(place)
+        which, workers = (message.store, number), self.membership.awaited
+        barrier = self._barriers.get(which)
         if barrier is None:
             subject, later = f"barrier {number}", partial(self.membership.joined_later, message.pushes)
             quorum = self.membership.quorum
-            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, later)
+            barrier = self._barriers[which] = Agreement(subject, f"reach {subject}", now, workers, quorum, later)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
         if entered:
@@ -589,7 +593,7 @@ class Scheduler(fx.Machine):
             is_over = self.on_loss is not msg.OnLoss.WAIT and not self.membership.members
             effects += self.newcomers.end() if is_over else []
         if self.leases is not None:
-            self.leases.left(sender)
+            self.leases.on_left(sender)
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[fx.Effect]:
@@ -804,9 +808,7 @@ class Scheduler(fx.Machine):
             member = self.membership.admit(sender, message)
         except errors.ConfigError as error:
             return [fx.Send(sender, msg.Rejected(str(error)))]
-        own = (self.on_loss, self.config.away_s, self.config.replicas)
-        welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
-        effects: list[fx.Effect] = [fx.Send(sender, welcome), fx.Bind(sender, member)]
+        effects = self.welcome(sender, member)
         if self.config.supervised:
             effects.append(fx.TellLauncher(f"at work server {member.node.rank} life {message.life}"))
         if self.rollback is None:
@@ -881,7 +883,7 @@ class Scheduler(fx.Machine):
             self.newcomers.forget(member)
             self.newcomers.reconsider_pause()
         if self.leases is not None:
-            self.leases.lost(member)
+            self.leases.on_lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
 
     def _go_on_with_heir(

@@ -211,7 +211,7 @@ class Block(Holder):
     def offer_sum(self, contributions: Sequence[Contribution], now: float) -> Verdict:
         """Put the contributions of several workers, summed together, into their slots: all or none.
 
-        `REPEATED` if a worker among them has given the sender up, and has pushed for itself.
+        `HAND_BACK` if a worker among them has given the sender up, and has pushed for itself.
 
         Raises:
             PushRefused: as `offer`, or contributions to this block are not summed.
@@ -221,8 +221,8 @@ class Block(Holder):
                 f"{name_of(self.key)} is asynchronous: contributions are applied one by one, not summed on the way"
             )
         verdicts = {self.round.verdict_on(contribution) for contribution in contributions}
-        if len(verdicts) > 1:
-            return Verdict.REPEATED
+        if len(verdicts) > 1 or verdicts == {Verdict.REPEATED}:
+            return Verdict.HAND_BACK
         if verdicts == {Verdict.ACCEPTED}:
             for contribution in contributions:
                 self.round.offer(contribution, now)

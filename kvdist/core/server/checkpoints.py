@@ -125,7 +125,7 @@ class ServerCheckpoints:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._source: CheckpointSource
-        self._snapshots: dict[tuple[int, int], ServerCheckpoint] = {}
+        self._open: dict[tuple[int, int], ServerCheckpoint] = {}
         self.awaited: dict[int, list[ServerCheckpoint]] = {}
         """Slice → checkpoints that wait for it. Empty nearly always: checked whenever a round is closed."""
         self.ready: dict[ServerCheckpoint, None] = {}
@@ -137,51 +137,51 @@ class ServerCheckpoints:
 
     def mark(self, sender: Member, message: msg.MarkPushes) -> None:
         """Record which pushes of a worker belong to a checkpoint, and take the slices that are due."""
-        snapshot = self._snapshots.get((message.store, message.counter))
-        if snapshot is None:
+        checkpoint = self._open.get((message.store, message.counter))
+        if checkpoint is None:
             where = (message.folder, message.contents, message.run, message.step)
-            snapshot = ServerCheckpoint(message.store, message.counter, *where)
-            snapshot.pushes = message.pushes
-            self._snapshots[message.store, message.counter] = snapshot
+            checkpoint = ServerCheckpoint(message.store, message.counter, *where)
+            checkpoint.pushes = message.pushes
+            self._open[message.store, message.counter] = checkpoint
         if not message.contents:
-            snapshot.fail(f"{sender} cannot take part")
-        elif (snapshot.folder, snapshot.contents) != (message.folder, message.contents):
-            ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (snapshot, message))
-            snapshot.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
+            checkpoint.fail(f"{sender} cannot take part")
+        elif (checkpoint.folder, checkpoint.contents) != (message.folder, message.contents):
+            ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (checkpoint, message))
+            checkpoint.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
         rank = sender.node.rank
-        found = [] if snapshot.failure else self._enter(snapshot, message, rank)
+        found = [] if checkpoint.failure else self._enter(checkpoint, message, rank)
         if message.last:
-            snapshot.marked.add(rank)
-            _require_alike(snapshot, self._awaited(snapshot))
-        self.ready[snapshot] = None
+            checkpoint.marked.add(rank)
+            _require_alike(checkpoint, self._awaited(checkpoint))
+        self.ready[checkpoint] = None
         self.look(found, rank)
 
     def take_at(self, message: msg.TakeSnapshot, versions: Mapping[int, int]) -> None:
-        """Take each slice at its version, for a snapshot that servers write by themselves.
+        """Take each slice at its version, for a checkpoint that servers write by themselves.
 
         Args:
             message: the scheduler's message, with store, folder and run.
             versions: slice → its version, which is the present or a later version.
         """
         counter = -1 - message.version  # checkpoints of workers are numbered from 0
-        earlier = self._snapshots.pop((message.store, counter), None)
+        earlier = self._open.pop((message.store, counter), None)
         if earlier is not None:  # the scheduler has dropped it, as the store was loaded
             self._forget(earlier)
             self.ready.pop(earlier, None)
         where = (message.folder, EVERYTHING, message.run, message.version)
-        snapshot = ServerCheckpoint(message.store, counter, *where, at=versions)
-        self._snapshots[message.store, counter] = snapshot
+        checkpoint = ServerCheckpoint(message.store, counter, *where, at=versions)
+        self._open[message.store, counter] = checkpoint
         for number in versions:
-            self.awaited.setdefault(number, []).append(snapshot)
-            snapshot.marks[number] = {}
-        self.ready[snapshot] = None
+            self.awaited.setdefault(number, []).append(checkpoint)
+            checkpoint.marks[number] = {}
+        self.ready[checkpoint] = None
         self.look(list(versions))
 
     def clear(self) -> None:
         """Drop all checkpoints under way, without a report: the scheduler knows."""
-        for snapshot in self._snapshots.values():
-            self._forget(snapshot)
-        self._snapshots.clear()
+        for checkpoint in self._open.values():
+            self._forget(checkpoint)
+        self._open.clear()
         self.ready.clear()
 
     def look(self, numbers: Sequence[int], marked_by: int | None = None) -> None:
@@ -192,76 +192,78 @@ class ServerCheckpoints:
             marked_by: rank of that worker. Marks of others were checked when they came.
         """
         due: dict[tuple[int, int], list[int]] = {}
-        snapshots: dict[int, ServerCheckpoint] = {}
+        checkpoints: dict[int, ServerCheckpoint] = {}
         for number in dict.fromkeys(numbers):
-            for snapshot in self.awaited.get(number, ()):
+            for checkpoint in self.awaited.get(number, ()):
                 holder = self._found(number)
-                round_, marks = holder.round, snapshot.marks[number]
+                round_, marks = holder.round, checkpoint.marks[number]
                 is_exact = round_.policy.is_lockstep
-                if snapshot.at is not None:
-                    is_due = round_.version >= snapshot.at[number]
+                if checkpoint.at is not None:
+                    is_due = round_.version >= checkpoint.at[number]
                 else:
                     looked_at = marks
                     if is_exact and marked_by is not None:
                         looked_at = {rank: marks[rank] for rank in marks.keys() & {marked_by}}
-                    workers = self._peers.awaited if is_exact else self._awaited(snapshot)
+                    workers = self._peers.awaited if is_exact else self._awaited(checkpoint)
                     is_due = _is_due(round_, looked_at, workers, is_exact)
                 if not holder.has_value or not is_due:
                     continue
                 late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
                 if late:
                     step_then = round_.counted.get(late[0], 0)
-                    snapshot.fail(_disagreement(self._source.key_of(number), late[0], marks[late[0]], step_then))
-                due.setdefault((id(snapshot), id(holder)), []).append(number)
-                snapshots[id(snapshot)] = snapshot
+                    checkpoint.fail(_disagreement(self._source.key_of(number), late[0], marks[late[0]], step_then))
+                due.setdefault((id(checkpoint), id(holder)), []).append(number)
+                checkpoints[id(checkpoint)] = checkpoint
         for (which, _), some in due.items():
-            self._copy(snapshots[which], some)
+            self._copy(checkpoints[which], some)
 
     def unmark(self, lost: Set[int]) -> None:
         """Drop the marks of lost workers, as the marked pushes may never be counted."""
-        for snapshot in self.called_for:
-            snapshot.marked -= lost  # or slices that only it had marked would count as all slices
-            for number, marks in list(snapshot.marks.items()):
+        for checkpoint in self.called_for:
+            checkpoint.marked -= lost  # or slices that only it had marked would count as all slices
+            for number, marks in list(checkpoint.marks.items()):
                 for rank in lost & marks.keys():
                     del marks[rank]
                 if not marks:
-                    del snapshot.marks[number]
-                    self._stop_awaiting(number, snapshot)
+                    del checkpoint.marks[number]
+                    self._stop_awaiting(number, checkpoint)
 
-    def _awaited(self, snapshot: ServerCheckpoint) -> Set[int]:
+    def _awaited(self, checkpoint: ServerCheckpoint) -> Set[int]:
         """Return the ranks that must mark."""
-        return self._peers.awaited - {rank for rank, since in self._peers.since.items() if since >= snapshot.pushes}
+        return self._peers.awaited - {rank for rank, since in self._peers.since.items() if since >= checkpoint.pushes}
 
     def roster(self) -> None:
         """Continue without departed workers. Called when the rounds that waited for them are closed."""
         self.look(list(self.awaited))
-        for snapshot in self.called_for:
-            _require_alike(snapshot, self._awaited(snapshot))
-            self.ready[snapshot] = None
+        for checkpoint in self.called_for:
+            _require_alike(checkpoint, self._awaited(checkpoint))
+            self.ready[checkpoint] = None
 
     @property
     def called_for(self) -> list[ServerCheckpoint]:
         """Checkpoints that workers have called for."""
-        return [snapshot for snapshot in self._snapshots.values() if snapshot.at is None]
+        return [checkpoint for checkpoint in self._open.values() if checkpoint.at is None]
 
     def take_effects(self) -> list[fx.Effect]:
         """Return the effects that write or report checkpoints now."""
         ready, self.ready = self.ready, {}
-        return [effect for snapshot in ready for effect in self._advance(snapshot)]
+        return [effect for checkpoint in ready for effect in self._advance(checkpoint)]
 
     def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
         """Handle the end of a write, complete or failed."""
-        snapshot = event.token
-        assert isinstance(snapshot, ServerCheckpoint)
-        snapshot.is_writing = False
-        snapshot.release()
-        if self._snapshots.get((snapshot.store, snapshot.counter)) is not snapshot:
+        checkpoint = event.token
+        assert isinstance(checkpoint, ServerCheckpoint)
+        checkpoint.is_writing = False
+        checkpoint.release()
+        if self._open.get((checkpoint.store, checkpoint.counter)) is not checkpoint:
             return []  # the checkpoint was dropped meanwhile
         if event.failure:
-            snapshot.fail(event.failure)
+            checkpoint.fail(event.failure)
         made = event.product
-        snapshot.file = msg.SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
-        return self._advance(snapshot)
+        checkpoint.file = (
+            msg.SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
+        )
+        return self._advance(checkpoint)
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -271,8 +273,8 @@ class ServerCheckpoints:
             assert all(number in one.marks and number not in one.taken for one in waiting), (
                 "what is awaited is not taken"
             )
-        for place, one in self._snapshots.items():
-            assert place == (one.store, one.counter), "a checkpoint is known by its store and count"
+        for which, one in self._open.items():
+            assert which == (one.store, one.counter), "a checkpoint is known by its store and count"
             assert all(one in self.awaited[number] for number in one.marks), "every awaited slice is listed"
             assert len(one.leased) <= len(one.taken), "what is leased is to be written"
             assert not one.failure or one.is_writing or not (one.marks or one.taken), "what has failed keeps nothing"
@@ -284,93 +286,95 @@ class ServerCheckpoints:
         assert holder is not None, "an awaited slice is kept by this server"
         return holder
 
-    def _enter(self, snapshot: ServerCheckpoint, message: msg.MarkPushes, rank: int) -> list[int]:
+    def _enter(self, checkpoint: ServerCheckpoint, message: msg.MarkPushes, rank: int) -> list[int]:
         """Record the marks of a message. Returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
             holder = self._source.holder(number)
             if holder is None:
-                snapshot.fail(f"slice {number} is not kept by {self._peers.name}")
+                checkpoint.fail(f"slice {number} is not kept by {self._peers.name}")
                 continue
-            if number in snapshot.versions:
+            if number in checkpoint.versions:
                 # Each round since then had a push of every live worker.
-                step_then = holder.round.counted.get(rank, 0) - (holder.round.version - snapshot.versions[number])
+                step_then = holder.round.counted.get(rank, 0) - (holder.round.version - checkpoint.versions[number])
                 if step_then != step:
-                    snapshot.fail(_disagreement(self._source.key_of(number), rank, step, step_then))
-            elif not snapshot.is_begun:  # else other workers do not know the key, which the scheduler notices
-                if number not in snapshot.marks:
-                    self.awaited.setdefault(number, []).append(snapshot)
-                snapshot.marks.setdefault(number, {})[rank] = step
+                    checkpoint.fail(_disagreement(self._source.key_of(number), rank, step, step_then))
+            elif not checkpoint.is_begun:  # else other workers do not know the key, which the scheduler notices
+                if number not in checkpoint.marks:
+                    self.awaited.setdefault(number, []).append(checkpoint)
+                checkpoint.marks.setdefault(number, {})[rank] = step
                 found.append(number)
         return found
 
-    def _advance(self, snapshot: ServerCheckpoint) -> list[fx.Effect]:
-        if snapshot.is_writing:
+    def _advance(self, checkpoint: ServerCheckpoint) -> list[fx.Effect]:
+        if checkpoint.is_writing:
             return []
-        if snapshot.failure:
-            self._forget(snapshot)
-        elif snapshot.marks:
+        if checkpoint.failure:
+            self._forget(checkpoint)
+        elif checkpoint.marks:
             return []
-        elif snapshot.taken and (snapshot.marked or snapshot.at is not None):
-            snapshot.is_begun = snapshot.is_writing = True
-            slices = tuple(snapshot.taken.values())
+        elif checkpoint.taken and (checkpoint.marked or checkpoint.at is not None):
+            checkpoint.is_begun = checkpoint.is_writing = True
+            slices = tuple(checkpoint.taken.values())
             return [
-                fx.Persist(snapshot, WriteShard(snapshot.folder, self._peers.name, slices, snapshot.run, snapshot.step))
+                fx.Persist(
+                    checkpoint, WriteShard(checkpoint.folder, self._peers.name, slices, checkpoint.run, checkpoint.step)
+                )
             ]
-        if snapshot.at is None and not self._awaited(snapshot) <= snapshot.marked:
+        if checkpoint.at is None and not self._awaited(checkpoint) <= checkpoint.marked:
             return []
-        del self._snapshots[snapshot.store, snapshot.counter]
-        if snapshot.at is not None:
-            return [fx.Send(SCHEDULER_MEMBER, _taken(snapshot))]
-        file = NO_FILE if snapshot.failure else snapshot.file
-        return [fx.Send(SCHEDULER_MEMBER, msg.Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
+        del self._open[checkpoint.store, checkpoint.counter]
+        if checkpoint.at is not None:
+            return [fx.Send(SCHEDULER_MEMBER, _taken(checkpoint))]
+        file = NO_FILE if checkpoint.failure else checkpoint.file
+        return [fx.Send(SCHEDULER_MEMBER, msg.Saved(checkpoint.store, checkpoint.counter, file, checkpoint.failure))]
 
-    def _forget(self, snapshot: ServerCheckpoint) -> None:
+    def _forget(self, checkpoint: ServerCheckpoint) -> None:
         """Drop the marks and copies of a checkpoint, and take no more slices."""
-        snapshot.is_begun = True
-        for number in snapshot.marks:
-            self._stop_awaiting(number, snapshot)
-        snapshot.marks.clear()
-        snapshot.release()
+        checkpoint.is_begun = True
+        for number in checkpoint.marks:
+            self._stop_awaiting(number, checkpoint)
+        checkpoint.marks.clear()
+        checkpoint.release()
 
-    def _stop_awaiting(self, number: int, snapshot: ServerCheckpoint) -> None:
-        snapshots = self.awaited[number]
-        snapshots.remove(snapshot)
-        if not snapshots:
+    def _stop_awaiting(self, number: int, checkpoint: ServerCheckpoint) -> None:
+        checkpoints = self.awaited[number]
+        checkpoints.remove(checkpoint)
+        if not checkpoints:
             del self.awaited[number]
 
-    def _copy(self, snapshot: ServerCheckpoint, numbers: Sequence[int]) -> None:
+    def _copy(self, checkpoint: ServerCheckpoint, numbers: Sequence[int]) -> None:
         """Take slices of a single holder."""
         holder = self._found(numbers[0])
-        if not snapshot.failure:
+        if not checkpoint.failure:
             try:
-                saved, leased = self._source.images_of(numbers, snapshot.contents)
+                saved, leased = self._source.images_of(numbers, checkpoint.contents)
             except MemoryError:
                 key = self._source.key_of(numbers[0])
-                snapshot.fail(f"no memory for the copy of {name_of(key)} that a checkpoint needs: use more servers")
+                checkpoint.fail(f"no memory for the copy of {name_of(key)} that a checkpoint needs: use more servers")
             else:
-                snapshot.taken.update(zip(numbers, saved, strict=True))
-                snapshot.leased += [] if leased is None else [leased]
+                checkpoint.taken.update(zip(numbers, saved, strict=True))
+                checkpoint.leased += [] if leased is None else [leased]
         for number in numbers:
             if holder.round.policy.is_lockstep:
-                snapshot.versions[number] = holder.round.version
-            del snapshot.marks[number]
-            self._stop_awaiting(number, snapshot)
-        if snapshot.at is not None:
-            self._note_trained(snapshot, holder.round.examples)
-        self.ready[snapshot] = None
+                checkpoint.versions[number] = holder.round.version
+            del checkpoint.marks[number]
+            self._stop_awaiting(number, checkpoint)
+        if checkpoint.at is not None:
+            self._note_trained(checkpoint, holder.round.examples)
+        self.ready[checkpoint] = None
 
-    def _note_trained(self, snapshot: ServerCheckpoint, examples: Mapping[int, int]) -> None:
+    def _note_trained(self, checkpoint: ServerCheckpoint, examples: Mapping[int, int]) -> None:
         """Record the examples in a taken slice. `Seen` has reported those of lost workers before."""
         for worker in (*self._peers.workers.values(), *self._peers.left):
-            used = max(snapshot.trained.get(worker.incarnation, 0), examples.get(worker.node.rank, 0))
-            snapshot.trained[worker.incarnation] = used
+            used = max(checkpoint.trained.get(worker.incarnation, 0), examples.get(worker.node.rank, 0))
+            checkpoint.trained[worker.incarnation] = used
 
 
-def _taken(snapshot: ServerCheckpoint) -> msg.SnapshotTaken:
-    file = NO_FILE if snapshot.failure else snapshot.file
-    trained = tuple(msg.Trained(worker, examples) for worker, examples in snapshot.trained.items())
-    return msg.SnapshotTaken(snapshot.folder, file, snapshot.failure, trained)
+def _taken(checkpoint: ServerCheckpoint) -> msg.SnapshotTaken:
+    file = NO_FILE if checkpoint.failure else checkpoint.file
+    trained = tuple(msg.Trained(worker, examples) for worker, examples in checkpoint.trained.items())
+    return msg.SnapshotTaken(checkpoint.folder, file, checkpoint.failure, trained)
 
 
 def _is_due(round_: Round, marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
@@ -379,14 +383,14 @@ def _is_due(round_: Round, marks: Mapping[int, int], workers: Set[int], is_exact
     return workers <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
 
 
-def _require_alike(snapshot: ServerCheckpoint, workers: Set[int]) -> None:
+def _require_alike(checkpoint: ServerCheckpoint, workers: Set[int]) -> None:
     """Fail a checkpoint if all workers have marked, but not every awaited slice; else it would wait for ever."""
-    if not workers <= snapshot.marked:
+    if not workers <= checkpoint.marked:
         return
-    for number, marks in snapshot.marks.items():
+    for number, marks in checkpoint.marks.items():
         if not workers <= marks.keys():
             ranks = ", ".join(f"worker-{rank}" for rank in sorted(workers - marks.keys()))
-            snapshot.fail(
+            checkpoint.fail(
                 f"{ranks} did not know slice {number} yet, which other workers save:"
                 " call save_checkpoint when every init has returned"
             )

@@ -76,9 +76,9 @@ class Server(fx.Machine):
         self.traffic = Traffic()
         self.peers = Peers()
         self.replies = Replies(limits, self.traffic, self.peers)
-        self.snapshots = ServerCheckpoints(self.peers)
+        self.checkpoints = ServerCheckpoints(self.peers)
         arithmetic = arithmetic or Arithmetic(kernels, partial(Updater, kernels=kernels))
-        self.shard = self.SHARD(limits, arithmetic, kernels, allocate, self.replies, self.snapshots)
+        self.shard = self.SHARD(limits, arithmetic, kernels, allocate, self.replies, self.checkpoints)
         self._restoring = Restoring((self.shard,))
         self._handlers = handlers
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
@@ -152,7 +152,7 @@ class Server(fx.Machine):
             case msg.ReplaceState():
                 self.shard.replace_state(sender, message)
             case msg.MarkPushes():
-                self.snapshots.mark(sender, message)
+                self.checkpoints.mark(sender, message)
             case msg.Progress():
                 return self._progress(sender, message, now)
             case msg.InitValues() | msg.ReplaceValues():
@@ -188,7 +188,7 @@ class Server(fx.Machine):
         elif isinstance(event, fx.Persisted):
             if isinstance(event.token, msg.Restore | msg.Prepare):
                 return self._restoring.persisted(event)
-            return self.snapshots.persisted(event)
+            return self.checkpoints.persisted(event)
         elif isinstance(event, fx.Worked):
             if self.joining.complete and not self._stopping:
                 computed_us, waited_us = round(event.computed_s * 1e6), round(event.waited_s * 1e6)
@@ -246,7 +246,7 @@ class Server(fx.Machine):
     def validate(self) -> None:
         """Check every invariant."""
         self.replies.validate()
-        self.snapshots.validate()
+        self.checkpoints.validate()
         self.shard.validate()
 
     def _progress(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
@@ -288,7 +288,7 @@ class Server(fx.Machine):
             case msg.TakeRestored() | msg.DropRestored():
                 return self._restoring.end(message)
             case msg.TakeSnapshot():
-                self.snapshots.take_at(message, self.shard.versions_at(message))
+                self.checkpoints.take_at(message, self.shard.versions_at(message))
                 return self._replies()
             case msg.Perform():
                 return [fx.Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
@@ -343,7 +343,7 @@ class Server(fx.Machine):
         self.shard.credit(message.fates)
         counters = self._cut(message.hold, joined)
         self.shard.roster({member.node.rank for member in gone})
-        self.snapshots.roster()
+        self.checkpoints.roster()
         # Before checkpoints are reported as saved: the fates tell how much of the data counts.
         effects: list[fx.Effect] = [fx.Send(SCHEDULER_MEMBER, self._seen())]
         effects += [*self._replies(), *counters]
@@ -392,7 +392,7 @@ class Server(fx.Machine):
             for holder in self.shard:
                 holder.round.drop_uncounted(lost.keys())
             return dict.fromkeys(lost, ())
-        self.snapshots.unmark(lost.keys())
+        self.checkpoints.unmark(lost.keys())
         fates: dict[int, tuple[msg.Fate, ...]] = dict.fromkeys(lost, ())
         for fate in self.shard.drop(lost):
             fates[fate.rank] += (fate,)
@@ -426,7 +426,7 @@ class Server(fx.Machine):
 
     def _roll_back(self, message: msg.TakeRestored) -> list[fx.Effect]:
         """Continue from a snapshot that was read, and send the workers the start of their counters."""
-        self.snapshots.clear()
+        self.checkpoints.clear()
         self.peers.rest(set())
         if self._quotas is not None:
             self._quotas.clear()
@@ -450,8 +450,8 @@ class Server(fx.Machine):
 
     def _replies(self) -> list[fx.Effect]:
         effects = self.replies.pop_messages()
-        if self.snapshots.ready:
-            effects += self.snapshots.take_effects()
+        if self.checkpoints.ready:
+            effects += self.checkpoints.take_effects()
         return effects
 
     def _set_optimizer(self, message: msg.SetOptimizer, now: float) -> list[fx.Effect]:

@@ -88,7 +88,7 @@ class Shard:
         row_kernels: the backend for sums and casts of rows.
         allocate: returns memory for values and replies.
         replies: the replies to workers.
-        snapshots: the checkpoints under way.
+        checkpoints: the checkpoints under way.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Shard:
         row_kernels: Kernels,
         allocate: Allocate,
         replies: Replies,
-        snapshots: ServerCheckpoints,
+        checkpoints: ServerCheckpoints,
     ) -> None:
         self.ledger: Ledger | None = None
         """The listener for the outcome of every push."""
@@ -117,8 +117,8 @@ class Shard:
         self.peers = replies.peers
         self._to = replies.to
         self._traffic = replies.traffic
-        self._snapshots = snapshots
-        snapshots.attach(self)
+        self._checkpoints = checkpoints
+        checkpoints.attach(self)
 
     # Holders.
 
@@ -131,7 +131,7 @@ class Shard:
         """Return the holder of a slice; None if this server does not keep it."""
         return self.blocks.of(number)[0] if number in self.blocks else self.tables.get(number)
 
-    def _place_of(self, number: int) -> tuple[Holder, int]:
+    def _locate(self, number: int) -> tuple[Holder, int]:
         """Return the holder of a slice of this server, and the position of the slice in it."""
         return self.blocks.of(number) if number in self.blocks else (self.tables[number], 0)
 
@@ -163,7 +163,7 @@ class Shard:
             for one, contributions in zip(together, rounds, strict=True):
                 for contribution in contributions:
                     self._answer(one, contribution)
-                if self._snapshots.awaited:
+                if self._checkpoints.awaited:
                     self._look(one)
         for one in together:
             if one.round.pulls:
@@ -262,8 +262,8 @@ class Shard:
 
     def _look(self, holder: Holder) -> None:
         """Notify checkpoints that the counters of a holder have changed."""
-        if self._snapshots.awaited:
-            self._snapshots.look(holder.ids.tolist())
+        if self._checkpoints.awaited:
+            self._checkpoints.look(holder.ids.tolist())
 
     def _refuse(self, member: Member, run: int, ids: U32, reason: object) -> None:
         self._to(member).refuse(run, ids, msg.ErrorCode.REFUSED, str(reason))
@@ -282,8 +282,8 @@ class Shard:
         examples: dict[tuple[int, int], int] = {}
         for holder in self:
             for rank in lost.keys() & holder.round.examples.keys():
-                place = (rank, holder.store)
-                examples[place] = max(examples.get(place, 0), holder.round.examples[rank])
+                pushed_to = (rank, holder.store)
+                examples[pushed_to] = max(examples.get(pushed_to, 0), holder.round.examples[rank])
         for holder in self:
             is_used = bool(holder.round.version or holder.round.slots)
             for rank in lost:  # a push that some of the slices have counts, and never comes to the others
@@ -294,7 +294,10 @@ class Shard:
                     self._credited[lost[rank].incarnation, holder.store] = examples.get((rank, holder.store), 0)
             if self.ledger is not None:
                 self.ledger.dropped(holder, lost)
-        return [_fate(lost[place[0]], place[1], counts, examples.get(place, 0)) for place, counts in counted.items()]
+        return [
+            _fate(lost[rank], store, counts, examples.get((rank, store), 0))
+            for (rank, store), counts in counted.items()
+        ]
 
     def _drop_sum(self, block: Block, rank: int) -> None:
         """Drop the sum with this worker's contribution, if any; each worker that expects a reply sends again."""
@@ -312,10 +315,10 @@ class Shard:
     def credit(self, fates: Iterable[msg.Fate]) -> None:
         """Count the examples of lost workers that count in slices of other servers but not of this server."""
         for fate in fates:
-            place = (fate.incarnation, fate.store)
-            more = fate.examples - self._credited.get(place, fate.examples)
+            lost = (fate.incarnation, fate.store)
+            more = fate.examples - self._credited.get(lost, fate.examples)
             if more > 0:
-                self._credited[place] = fate.examples
+                self._credited[lost] = fate.examples
                 for holder in self._of(fate.store):
                     holder.round.credit(more)
 
@@ -509,11 +512,11 @@ class Shard:
         placement, optimizer = message.placement, optimizer_of(self._updaters.get(message.store))
         alone = optimizer is not None and not optimizer.is_elementwise
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
-        places = (placement.first_slices, placement.homes)
+        cuts = (placement.first_slices, placement.homes)
         itemsizes = {code: DType(code).itemsize for code in set(message.dtypes)}
         small: list[tuple[Slice, Extent]] = []
         types, nbytes = (0, 0), 0
-        for key, shape, code, pulled_as, form, first, home in zip(*columns, *places, strict=True):
+        for key, shape, code, pulled_as, form, first, home in zip(*columns, *cuts, strict=True):
             if form or (home != rank and home < num_servers):
                 continue  # a sparse table, or the whole key lives on another server
             where = (form, home, num_servers, first, placement.slice_bytes)
@@ -582,14 +585,14 @@ class Shard:
 
     def key_of(self, number: int) -> int | str:
         """Return the key of a slice of this server."""
-        holder, position = self._place_of(number)
+        holder, position = self._locate(number)
         return holder.key_of(position)
 
     def images_of(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
         """Return slices of a single holder: see `CheckpointSource`."""
-        places = [self._place_of(number) for number in numbers]
-        holder = places[0][0]
-        return holder.saved([position for _, position in places], self._updaters.get(holder.store), contents)
+        located = [self._locate(number) for number in numbers]
+        holder = located[0][0]
+        return holder.saved([position for _, position in located], self._updaters.get(holder.store), contents)
 
     def wanted(self, store: int) -> list[WantedSlice]:
         """Return the content that a checkpoint must have for a store."""
@@ -612,7 +615,7 @@ class Shard:
         updater = self._updaters.get(store)
         self.blocks.isolate(np.array([one.number for one in found if one.number in self.blocks], np.uint32))
         for one in found:
-            self._place_of(one.number)[0].load(one, updater)
+            self._locate(one.number)[0].load(one, updater)
 
     # Messages of workers about arrays.
 
@@ -754,7 +757,7 @@ class Shard:
             return
         if verdict is Verdict.ACCEPTED:
             self.close_if_ready(block)
-        elif verdict is Verdict.REPEATED:
+        elif verdict is Verdict.HAND_BACK:
             self._to(summed.member).hand_back(summed.run, block.ids)
         else:
             for contribution in contributions:

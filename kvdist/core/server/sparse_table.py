@@ -84,7 +84,7 @@ class SparseTable(Holder):
         parts.append(contribution)
         if more:
             self.arriving[rank] = parts
-            return Verdict.REPEATED
+            return Verdict.INCOMPLETE
         try:
             return self.round.offer(self._joined(parts), now)
         except MemoryError as error:  # the push counts, or the next push of the worker would not fit its counter

@@ -317,9 +317,9 @@ class HostAggregation:
     ) -> list[fx.Effect]:
         block: memoryview | None = None
         effects: list[fx.Effect] = []
-        for (member, pull), places in told.items():
-            positions = np.array([position for position, _ in places], np.intp)
-            runs, ids = _u32([run for _, run in places]), message.ids[positions]
+        for (member, pull), asked in told.items():
+            positions = np.array([position for position, _ in asked], np.intp)
+            runs, ids = _u32([run for _, run in asked]), message.ids[positions]
             if isinstance(message, msg.Refused):
                 effects.append(fx.Send(member, msg.Refused(runs, ids, message.code, message.reason)))
                 continue

@@ -160,8 +160,8 @@ class BarrierCalls:
 
     def enter(self, request: req.EnterBarrier, pushes: int) -> fx.Effect:
         """Arrive at the next barrier of the store after `pushes` pushes, or again at a barrier without an answer."""
-        place, repeats = (request.request, request.store), request.store in self._entered
-        barrier = msg.Barrier(*place, request.statement, request.giver, pushes, repeats)
+        repeats, said = request.store in self._entered, (request.statement, request.giver)
+        barrier = msg.Barrier(request.request, request.store, *said, pushes, repeats)
         self._open[request.request] = barrier
         self._entered.add(request.store)
         return self._pending.ask(request.request, barrier)
@@ -254,8 +254,8 @@ class SavingCalls:
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
                 mark = msg.MarkPushes(*where, is_last, some, steps, pushes)
                 effects.append(fx.Send(member, mark, self._transfers.note(ranks[member])))
-        place = (request.store, request.folder, request.contents, counter, request.run, request.step, request.keep)
-        save = msg.Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
+        which = (request.store, request.folder, request.contents, counter, request.run, request.step, request.keep)
+        save = msg.Save(request.request, *which, len(request.keys), request.file, request.failure, pushes)
         return [*effects, self._pending.ask(request.request, save)]
 
     def give_up(self, server: Member, number: int) -> list[fx.Effect]:
@@ -296,8 +296,8 @@ class SavingCalls:
             return []
         effects: list[fx.Effect] = []
         for request in self.waiting:
-            place = (request.store, request.folder, request.contents)
-            load = msg.Load(request.request, *place, request.failure, pushes)
+            which = (request.store, request.folder, request.contents)
+            load = msg.Load(request.request, *which, request.failure, pushes)
             effects.append(self._pending.ask(request.request, load))
         self.waiting.clear()
         return effects
@@ -375,7 +375,7 @@ class BlockedReports:
 
     def repeat(self, now: float) -> None:
         """Nobody knows of the last report any more."""
-        self._said = replace(self._said, place="", number=self._said.number + 1)
+        self._said = replace(self._said, call="", number=self._said.number + 1)
         self.next_look = now + LOOK_EVERY_S if len(self._pending) else fx.NEVER
 
     def report(self, leaving: int | None, now: float) -> msg.Blocked:
@@ -406,11 +406,11 @@ class BlockedReports:
         firsts = _stretches(pushed, awaited)
         if len(others) > REQUESTS_MAX or len(firsts) > STRETCHES_MAX:
             return None
-        place, which = self._place(leaving, awaited)
+        call, which = self._waiting_call(leaving, awaited)
         columns = [np.append(column, np.uint32(0))[firsts] for column in (pushed, awaited)]
-        return msg.Blocked(0, place, tuple(others), awaits, which, firsts, *columns)
+        return msg.Blocked(0, call, tuple(others), awaits, which, firsts, *columns)
 
-    def _place(self, leaving: int | None, awaited: U32) -> tuple[str, int]:
+    def _waiting_call(self, leaving: int | None, awaited: U32) -> tuple[str, int]:
         """The call that waits, and the first slice whose round it waits for; -1 if it waits for no round."""
         room_wait, newest = self._threads.room_wait(), self._pending.newest
         if room_wait or newest.request == leaving:
@@ -421,7 +421,7 @@ class BlockedReports:
 
 def _says_the_same(one: msg.Blocked, other: msg.Blocked) -> bool:
     """Whether two reports differ in their numbers at most."""
-    whats = [(report.place, report.requests, report.awaits, report.slice) for report in (one, other)]
+    whats = [(report.call, report.requests, report.awaits, report.slice) for report in (one, other)]
     if whats[0] != whats[1]:
         return False
     columns = ((one.firsts, other.firsts), (one.pushed, other.pushed), (one.awaited, other.awaited))

@@ -86,7 +86,7 @@ class RunPlan:
     nbytes: int
     """The size of the payload."""
     positions: dict[int, int]
-    """Slice → its place in the arrays."""
+    """Slice → its position in the arrays."""
     key_of: npt.NDArray[np.intp]
     """(n,) the index of the key of each slice."""
     whole_keys: tuple[int, ...] | None = None
@@ -94,8 +94,8 @@ class RunPlan:
     is_packed: bool = False
     """Whether the slices lie back to back, without padding."""
 
-    def places(self, ids: U32) -> Sequence[int]:
-        """Return the places in the arrays of some of the slices, by their numbers."""
+    def positions_of(self, ids: U32) -> Sequence[int]:
+        """Return the positions in the arrays of some of the slices, by their numbers."""
         if len(ids) == len(self.ids) and (ids == self.ids).all():
             return range(len(ids))  # an answer to the whole run: the usual case
         return [self.positions[number] for number in ids.tolist()]

@@ -480,7 +480,7 @@ class Transfers:
         for run, begin, end in self._segments(message.runs):
             if not run.kind.pulls:
                 continue  # for another worker of this host
-            positions = run.plan.places(message.ids[begin:end])
+            positions = run.plan.positions_of(message.ids[begin:end])
             if run.kept is not None:
                 run.kept.update(zip(positions, arrays[begin:end], strict=True))
                 continue
@@ -529,9 +529,9 @@ class Transfers:
                 for freed in self.slices.mark_counted(message.ids[begin:end]):
                     self._leave(freed)
             if run.answered is not None:
-                places = run.plan.places(message.ids[begin:end])
-                run.answered[places] = True
-                finished.keys.append((run.request, run.plan.key_of[places].tolist()))
+                found = run.plan.positions_of(message.ids[begin:end])
+                run.answered[found] = True
+                finished.keys.append((run.request, run.plan.key_of[found].tolist()))
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]

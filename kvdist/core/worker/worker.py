@@ -389,7 +389,7 @@ class Worker(fx.Machine):
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
-                return [self._pending.ask(request.request, replace(request.message, pushes=self._place))]
+                return [self._pending.ask(request.request, replace(request.message, pushes=self._pushes))]
             case req.Transfer():
                 return self._transfer(request, now)
             case req.UseKernels():
@@ -402,7 +402,7 @@ class Worker(fx.Machine):
                 return [*rest, self._pending.ask(request.request, request)]
             case req.EnterBarrier():
                 self._open(request, now, request.timeout_s)
-                return [self._barriers.enter(request, self._place)]
+                return [self._barriers.enter(request, self._pushes)]
             case req.ClaimFolder():
                 self._open(request, now)
                 return self._saving.claim(request)
@@ -413,7 +413,7 @@ class Worker(fx.Machine):
                 }
                 if len(there) < len(self.peers.servers) and not request.failure:
                     request = replace(request, failure="a server is lost, and not back yet: save again")
-                return self._saving.save(request, there, self._place)
+                return self._saving.save(request, there, self._pushes)
             case req.LoadStore():
                 self._open(request, now)
                 self._saving.load(request)
@@ -464,7 +464,7 @@ class Worker(fx.Machine):
         return []
 
     @property
-    def _place(self) -> int:
+    def _pushes(self) -> int:
         """Position of this worker in the program: steps that it has made, and steps of the others while it rested."""
         if not self.transfers.slices.has_rested:
             return self.step
@@ -516,7 +516,7 @@ class Worker(fx.Machine):
             rewinding.is_quiet = True
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Quiet(rewinding.number)))
         if self._saving.waiting:
-            effects += self._saving.send_loads(self._place)
+            effects += self._saving.send_loads(self._pushes)
         for rank, message, credit in self.transfers.pop_messages():
             leader = self._leader if rank == LEADER else None
             to = self.peers.servers[rank] if leader is None else leader
