@@ -1,4 +1,4 @@
-"""Every setting of kvdist: one table, and the typed values that are read by it.
+"""Every setting of kvdist: a table, and the typed values that are read by it.
 
 A row names the variables that set it, the form and bounds of a value, the default and the meaning. Parsing, error
 messages, the launcher's options and the tables of docs/configuration.md come from the rows.
@@ -69,7 +69,7 @@ def seconds(minimum: float, maximum: float | None = None, *, positive: bool = Fa
 
 
 def word(*words: str) -> Kind:
-    """One of some words, in upper or lower case."""
+    """Accept these words, in upper or lower case."""
     known = {each: each for each in words}
     return Kind(f"one of: {', '.join(words)}", lambda text: known[text.strip().lower()], words=words)
 
@@ -135,11 +135,11 @@ class Setting:
     Attributes:
         variable: our name of the variable.
         kind: the form and bounds of a value.
-        default: the value where no variable is set; None where there is none, or where it depends on others.
+        default: the value where no variable is set; None without a default, or where it depends on others.
         sentence: what the setting means, for help texts and documents.
         details: what the documents say besides, in Markdown.
         twin: the name of the variable in MXNet, ps-lite or Horovod.
-        derived: a variable of another form that sets it, and how its text becomes one of ours ('' for not set).
+        derived: a variable of another form that sets it, and how its text becomes this setting's ('' for not set).
         shown_default: how documents show the default, where its text would say too little.
     """
 
@@ -154,14 +154,14 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name that documents and errors use: MXNet's, where the setting is MXNet's own."""
+        """The name that documents and errors use: MXNet's, where the setting is MXNet's."""
         return self.variable if self.twin.startswith("HOROVOD_") else self.twin or self.variable
 
     def parse(self, text: str, name: str = "") -> Any:
         """The value of a text.
 
         Args:
-            text: what was set.
+            text: the value that was set.
             name: of the variable or option that was set.
 
         Raises:
@@ -659,7 +659,7 @@ WITHOUT_EFFECT = {
     "MXNET_KVSTORE_REDUCTION_NTHREADS": "values of the host are summed on the thread that pushes, those of GPUs there",
     "MXNET_OPTIMIZER_AGGREGATION_SIZE": "all parameters of a step travel together",
 }
-"""Variables of MXNet that people set and that change nothing here → what there is instead."""
+"""Variables of MXNet that people set and that kvdist ignores → what replaces each."""
 
 HOROVOD_WITHOUT_EFFECT = {
     "HOROVOD_FUSION_THRESHOLD": "an operation begins when it is called; a grouped one sends its tensors together",
@@ -681,7 +681,7 @@ HOROVOD_WITHOUT_EFFECT = {
     "HOROVOD_ENABLE_XLA_OPS": "XLA does not compile operations",
     "HOROVOD_LOG_HIDE_TIME": "no line of kvdist's log has the time; kvdist-run --prefix-output-with-timestamp adds it",
 }
-"""Variables of Horovod that people set and that change nothing here → why."""
+"""Variables of Horovod that people set and that kvdist ignores → why."""
 
 HOROVOD_INTERFACE = Setting("HOROVOD_GLOO_IFACE", TEXT, None, "the network interface of all hosts")
 
@@ -735,14 +735,14 @@ def read_view(view: type[View], env: Variables, **known: Any) -> View:
 
 HEARTBEAT_S_MAX = 1.0
 DIAL_S_MIN, DIAL_S_MAX = 0.5, 2.0
-"""The kernel's own attempts come after 1, 3, 7 s and later, so that a network that is back would be found too late; a
+"""The kernel's attempts come after 1, 3, 7 s and later, so that a network that is back would be noticed too late; a
 slow one needs some hundred milliseconds."""
 REDIAL_S_MIN, REDIAL_S_MAX = 0.1, 2.0
 RECONNECT_GRACE_S = 0.4
 """How long a connection that the peer's end closed may be away. A process that ends closes its connections at once, so
 this is how soon its end is noticed."""
 VERDICT_S = 0.9
-"""How long after the patience a silent process is given up where the others go on without it: less than a second."""
+"""How long after the patience a silent process counts as lost where the others go on without it: less than a second."""
 
 
 @dataclass(frozen=True)
@@ -775,17 +775,17 @@ class Limits:
 
     @property
     def silence_s(self) -> float:
-        """How long a connection may bring nothing before it is broken and made anew, if the peer is there."""
+        """How long a connection to a live peer may bring nothing before it is closed and opened anew."""
         return 0.75 * self.patience_s
 
     @property
     def dial_s(self) -> float:
-        """How long one dial waits for an answer."""
+        """How long a dial waits for an answer."""
         return min(max(DIAL_S_MIN, self.patience_s / 8), DIAL_S_MAX)
 
     @property
     def redial_s(self) -> float:
-        """The longest pause between two dials; the first is `REDIAL_S_MIN`, each is twice the one before."""
+        """The longest pause between two dials; the first is `REDIAL_S_MIN`, each is twice its predecessor."""
         return min(max(REDIAL_S_MIN, self.patience_s / 16), REDIAL_S_MAX)
 
     def reconnect_grace_s(self, after_silence: bool, goes_on: bool = False) -> float:
@@ -793,10 +793,10 @@ class Limits:
 
         Args:
             after_silence: whether it had brought nothing for a while, and either end may have broken it for that. It
-                gets what is left of the patience and three eighths more: where the network is back within the
+                gets the rest of the patience and three eighths more: where the network is back within the
                 patience, the last word came up to a heartbeat before it went, and a dial and a pause are in vain.
             goes_on: whether the others go on without the peer, so that they must not wait for long, and a mistake
-                costs a restart instead of the job. It gets what is left of the patience and `VERDICT_S`.
+                costs a restart instead of the job. It gets the rest of the patience and `VERDICT_S`.
         """
         if not after_silence:
             return RECONNECT_GRACE_S
@@ -807,7 +807,7 @@ def limits_of(env: Variables) -> Limits:
     """The limits that variables set.
 
     Raises:
-        ConfigError: one is not valid, does not fit another, or is of an earlier version.
+        ConfigError: a variable is not valid, does not fit another, or is of an earlier version.
     """
     refuse_replaced(env)
     limits = read_view(Limits, env)
@@ -827,7 +827,7 @@ def refuse_replaced(env: Variables) -> None:
     """Refuse variables of earlier versions.
 
     Raises:
-        ConfigError: one is set.
+        ConfigError: such a variable is set.
     """
     for name in REPLACED_BY_PATIENCE:
         if env.get(name):
@@ -843,7 +843,7 @@ def refuse_replaced(env: Variables) -> None:
 SCHEDULER_AWAY_S = 60.0
 """Where the others go on without lost processes."""
 RETURN_S = 600.0
-"""Where all wait for lost workers: long enough to start one by hand."""
+"""Where all wait for lost workers: long enough to start a process by hand."""
 
 JOB_WIDE = (
     *("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots"),
@@ -857,13 +857,13 @@ class ClusterConfig:
     """Who this process is, where the scheduler is, how large the cluster is, and how it behaves.
 
     Attributes:
-        node_host: the address that a server binds and announces; None for the one towards the scheduler.
+        node_host: the address that a server binds and announces; None for the address towards the scheduler.
         job: messages of another job are refused, so two jobs cannot mix by a mistaken port.
         supervised: a launcher reports ended children on the scheduler's standard input.
-        listen_fd: the inherited descriptor at which the scheduler listens already; not passed on.
+        listen_fd: the inherited descriptor at which the scheduler listens already; child processes do not get it.
 
     Raises (on construction):
-        ConfigError: a value is out of range, or contradicts another one; the message names the variable that sets it.
+        ConfigError: a value is out of range, or contradicts another setting; the message names the variable.
     """
 
     role: Role = field(metadata=set_by("KVDIST_ROLE"))
@@ -969,7 +969,7 @@ class ClusterConfig:
             )
 
     def _require_replicas(self) -> None:
-        """Refuse copies of slices where there is no place for them, or no use."""
+        """Refuse copies of slices that have no second server, or no use."""
         if self.replicas > 1:
             raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
         if self.replicas >= self.num_servers:
@@ -1032,14 +1032,14 @@ class ClusterConfig:
 
     @property
     def most_workers(self) -> int:
-        """How many workers there may be at a time."""
+        """The most workers at a time."""
         return max(self.num_workers, self.max_workers or 0) if self.on_loss != "fail" else self.num_workers
 
     def require_private(self, host: str) -> None:
         """Refuse to listen where other machines can reach us, unless that was asked for.
 
         Raises:
-            ConfigError: `host` is not a loopback address, there is no secret, and ``KVDIST_SECURITY`` is not ``none``.
+            ConfigError: `host` is not a loopback address, no secret is set, and ``KVDIST_SECURITY`` is not ``none``.
         """
         if self.encrypts or self.security == "none" or is_loopback(host):
             return
@@ -1131,7 +1131,7 @@ def _table(rows: tuple[Setting, ...]) -> str:
 
 
 def shown_default(row: Setting) -> str:
-    """The default of a setting in Markdown; '' where there is none."""
+    """The default of a setting in Markdown; '' without a default."""
     if row.shown_default or row.default in (None, "", ()):
         return row.shown_default
     text = f"`{row.kind.text(row.default)}`"

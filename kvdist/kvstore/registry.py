@@ -26,10 +26,10 @@ LOCAL_NAMES = (
     "local_allreduce_device",
     "nccl",
 )
-"""Stores within one process."""
+"""Stores within a process."""
 
 HOST_NAMES = frozenset({"local", "local_update_cpu", "local_allreduce_cpu"})
-"""Those of them that sum in the host's memory, wherever values lie; the others do where they lie."""
+"""The stores within a process that sum in the host's memory, wherever values lie; the others sum where values lie."""
 
 DEVICE_NAMES = frozenset(
     {
@@ -42,7 +42,9 @@ DEVICE_NAMES = frozenset(
         "dist_device_async",
     }
 )
-"""Stores that sum values of GPUs there, and say so where they cannot. The other ones on a cluster do it if they can."""
+"""Stores that sum values of GPUs on the GPU, and raise where this is not possible.
+
+Other stores on a cluster do so if they can."""
 
 COMPRESSING_NAMES = frozenset({"device", "local_allreduce_device"})
 """The stores that compress gradients; the others do not in MXNet either."""
@@ -60,12 +62,12 @@ DIST_NAMES: Mapping[str, Policy] = MappingProxyType(
         "dist_device_async": ASYNC,
     }
 )
-"""Stores on a cluster, and when their versions are made.
+"""Stores on a cluster, and when a round of theirs closes.
 
-All send what is urgent first. The two of P3 cut keys into small slices for that, and have little on its way at once."""
+All send the urgent slices first. The two of P3 cut keys into small slices for that, and send few bytes at once."""
 
 COLLECTIVE_NAMES = ("collective", "horovod", "allreduce", "byteps")
-"""Stores that sum without servers. ``nccl`` is one of them where this process is one of several ranks."""
+"""Stores that sum without servers. ``nccl`` is such a store where a job has several ranks."""
 
 HYBRID = "hybrid"
 """Rows on servers, everything else summed without."""
@@ -108,7 +110,7 @@ def require_known(name: str) -> None:
     """Refuse a name that `create` does not know.
 
     Raises:
-        ValueError: it is unknown; the message lists the known ones.
+        ValueError: it is unknown; the message lists the known names.
     """
     lowered = name.lower()
     known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *REGISTERED]
@@ -152,7 +154,7 @@ def register_command(head: int) -> Callable[[_Function], _Function]:
 
 
 def require_head(head: object) -> None:
-    """Refuse what is not the number of a command."""
+    """Refuse anything but the number of a command."""
     if not isinstance(head, int) or isinstance(head, bool):
         raise TypeError(f"the number of a command is an int, not {type(head).__name__}")
     if not 0 <= head <= HEAD_OF_USERS_MAX:
