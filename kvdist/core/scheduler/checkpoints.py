@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdist import errors
 from kvdist.checkpoint.snapshot import (
@@ -33,11 +33,13 @@ from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.keys import Keys
-from kvdist.core.scheduler.leases import Leases
 from kvdist.core.scheduler.membership import Membership
 from kvdist.naming import minority_first
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol import messages as msg
+
+if TYPE_CHECKING:  # a feature at a seam: loaded where it is used
+    from kvdist.core.scheduler.leases import Leases
 
 
 @dataclass(slots=True, eq=False)

@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from kvdist.core import machine as fx
 from kvdist.core.scheduler.keys import Keys
-from kvdist.core.scheduler.leases import Leases
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, Role
 from kvdist.protocol import messages as msg
+
+if TYPE_CHECKING:  # a feature at a seam: loaded where it is used
+    from kvdist.core.scheduler.leases import Leases
 
 
 class Losses:
