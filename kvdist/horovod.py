@@ -20,7 +20,6 @@ from kvdist.collective import Compression, ProcessSet, global_process_set
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.errors import CollectiveError
 from kvdist.kvstore import collective_store
-from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.engine_lifecycle import ENGINE
 from kvdist.optimizer.base import Optimizer
 from kvdist.training.trainer import Trainer
@@ -208,10 +207,7 @@ class DistributedTrainer(Trainer):
         )
         super().__init__(params, chosen, kvstore=self._own_store, compression_params=params_of_compression)
 
-    def _begin_with(self, store: KVStoreBase) -> None:
-        super()._begin_with(store)
-        assert self._exchange is not None
-        self._exchange.always_averages = True
+    _always_averages = True
 
     def close(self) -> None:
         """Release the parameters. A second call does nothing."""

@@ -530,13 +530,13 @@ class Batches:
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, or another iterable.
-        handed_out: sampler → the arguments of `SplitSampler._use` at the next step; see `count_as_used`.
-        trainer: whose steps they are.
+        feed: gets what is handed out.
+        trainer: the trainer whose steps use the batches; None without one.
     """
 
-    def __init__(self, loader: Any, handed_out: HandedOut, trainer: Any = None) -> None:
+    def __init__(self, loader: Any, feed: Feed, trainer: Any = None) -> None:
         self._loader = loader
-        self._handed_out = handed_out
+        self._feed = feed
         self._trainer = trainer
 
     def __len__(self) -> int:
@@ -571,9 +571,9 @@ class Batches:
                     used = (None, _UNKNOWN_BATCHES) if sampler._unknown else (visited, "")
                 else:
                     used = (end if drops_last and end - visited < batch_size else visited, "")
-                self._handed_out[sampler] = (iteration, *used)
-                if self._trainer is not None and used[0] is not None:
-                    self._trainer._handed += visited - last
+                self._feed.handed_out[sampler] = (iteration, *used)
+                if used[0] is not None:
+                    self._feed.examples += visited - last
                     last = visited
             yield batch
         self._ended(sampler, iteration if count else sampler._iterations, before)
@@ -587,8 +587,8 @@ class Batches:
         if batch_size is None:
             return False
         batches = length // batch_size if drops_last else -(-length // batch_size)
-        skipped = min(self._trainer._behind, batches)
-        self._trainer._behind -= skipped
+        skipped = min(self._feed.behind, batches)
+        self._feed.behind -= skipped
         if skipped:
             sampler._skip(length if skipped == batches else skipped * batch_size)
         return bool(skipped) and skipped == batches
@@ -598,8 +598,8 @@ class Batches:
         sampler._is_followed = False  # also where the loader never asked it
         if before != iteration == sampler._iterations:
             sampler._left_early = False
-            if self._handed_out.get(sampler, (before,))[0] == iteration:
-                self._handed_out[sampler] = (iteration, sampler._end, "")
+            if self._feed.handed_out.get(sampler, (before,))[0] == iteration:
+                self._feed.handed_out[sampler] = (iteration, sampler._end, "")
             else:
                 sampler._use(iteration, sampler._end, "")
 
@@ -612,6 +612,45 @@ def count_as_used(handed_out: HandedOut) -> None:
     for sampler, used in handed_out.items():
         sampler._use(*used)
     handed_out.clear()
+
+
+class Feed:
+    """What a training loop has got from `Trainer.batches`, and no step has used yet."""
+
+    def __init__(self) -> None:
+        self.handed_out: HandedOut = {}
+        """Sampler → what the next step uses of it; see `count_as_used`."""
+        self.examples = 0
+        """Examples that `SplitSampler`s have handed out since the last step."""
+        self.queue: DrivenSampler | None = None
+        """The queue that `batches` has iterated last."""
+        self.behind = 0
+        """Steps of the others that `batches` leaves out, because this worker has joined a running job."""
+        self.undivided = 0
+        """Examples that `batches` reads on every worker, as no sampler divides them; 0 for none."""
+        self.position: Mapping[str, Any] | None = None
+        """Position in the data of a checkpoint that was loaded."""
+
+    @property
+    def unused(self) -> int:
+        """Examples that `batches` has handed out and no push has brought to the store."""
+        return self.examples if self.queue is None else self.queue.unused
+
+    @property
+    def unpushed(self) -> int:
+        """The same of a queue alone, whose examples count when pushes bring them; 0 without a queue."""
+        return 0 if self.queue is None else self.queue.unused
+
+    def examples_of(self, batch_size: float | None = None, samples: int | None = None) -> int:
+        """Return the number of examples of a step with these arguments; 0 if that is not known."""
+        if samples is not None:
+            return samples
+        size = 0 if batch_size is None else max(1, round(batch_size))
+        return self.unused if self.unused or self.queue is not None else size
+
+    def count_as_used(self) -> None:
+        """Count all that was handed out as used."""
+        count_as_used(self.handed_out)
 
 
 def _batching(loader: Any) -> tuple[SplitSampler | DrivenSampler | None, int | None, bool]:

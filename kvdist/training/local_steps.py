@@ -1,4 +1,4 @@
-"""`OuterSteps` of a trainer: workers make steps of their own, and exchange what these have changed.
+"""`PolicySteps` of a trainer, and `OuterSteps`: workers make steps of their own, and exchange what these have changed.
 
 What travels is the weights of the last exchange minus those of now, which an optimizer on the servers takes for a
 gradient. So servers know nothing of it: a version is made of one contribution of each worker, as ever. Between two
@@ -11,7 +11,7 @@ import abc
 import contextlib
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -24,15 +24,18 @@ from kvdist.kvstore.backend import Average
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.runtime.waits import wait_for
-from kvdist.training.data import HandedOut, count_as_used
-from kvdist.training.parameters import Grads, Parameter
+from kvdist.training.data import Feed, HandedOut, count_as_used
+from kvdist.training.exchange import Exchange
+from kvdist.training.model import Model
+from kvdist.training.parameters import Grads
+from kvdist.training.steps import StepCall, StoreSteps
 
 T = TypeVar("T")
 LOG = logging.getLogger("kvdist")
 
 
 class Counts(NamedTuple):
-    """Of the steps since an exchange of everything; the names are those of `Exchanges`."""
+    """Of the steps since an exchange of everything; the names are those of `PolicySteps`."""
 
     passed: int
     made: int
@@ -50,41 +53,38 @@ def outer_optimizer(policy: TrainingPolicy) -> Optimizer:
     return create("torch.sgd", lr=policy.learning_rate, momentum=policy.momentum, nesterov=policy.momentum > 0)
 
 
-class Exchanges(abc.ABC):
-    """What a trainer's worker has done since its last exchange, where not every step is one.
+class PolicySteps(StoreSteps):
+    """Steps of which not each is an exchange, by a policy: what they have done since the last exchange.
 
     Args:
-        parameters: the trained ones, each with one replica.
-        unpushed: how many examples `batches` has handed out that no push has brought; 0 if that is not known.
+        model, feed, exchange: as of `StoreSteps`; each parameter has one replica.
     """
 
-    every = 1
-    """Steps for each update of the weights on the store."""
+    on_server = True
     counts_steps = True
-    """Whether `Trainer.version` counts the steps of this worker, rather than exchanges."""
-    sums_gradients = False
-    """Whether gradients are added up, rather than applied here."""
-    rounds = 0
-    """How many exchanges of all parameters were made."""
     keeps_weights = True
     """Whether the weights of the last exchange are needed."""
-    samples_dropped = 0
-    """Of how many examples gradients came too late for any version."""
     given = 0
-    """Of how many examples all steps were."""
-    counted: Sequence[int] = (0,)
-    """A parameter of each part that is exchanged by itself: the first of them that has a batch counts it as used."""
+    """Examples of all steps; a step of an unknown number counts as 1."""
 
-    def __init__(self, parameters: Sequence[Parameter], unpushed: Callable[[], int]) -> None:
-        self._weights = [parameter.replicas[0].detach() for parameter in parameters]
-        self._unpushed = unpushed
-        self.known: list[tuple[int, int]] = []
+    def __init__(self, model: Model, feed: Feed, exchange: Exchange) -> None:
+        super().__init__(model, feed, exchange)
+        self._weights = [parameter.replicas[0].detach() for _, parameter in model.trained]
+        self._known: list[tuple[int, int]] = []
         """Rounds and `Trainer.version` after them, where one does not follow from the other."""
         self._before = [weight.clone() for weight in self._weights] if self.keeps_weights else []
         """The weights of the last exchange."""
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
+    def broadcast(self) -> None:
+        super().broadcast()
+        self.restart()
+
+    def fetch(self) -> None:
+        super().fetch()
+        self.restart()
+
+    def restart(self) -> None:
         """Count from here on: the weights are those of the store."""
         self._count_anew()
         if self._before:
@@ -94,57 +94,93 @@ class Exchanges(abc.ABC):
         self.passed = 0
         """Steps since the last exchange, those without gradients included."""
         self.made = 0
-        """Those with gradients."""
+        """Steps with gradients since then."""
         self.samples = 0
-        """Of how many examples they were, as far as that was said."""
+        """Examples of these steps, as far as steps have given them."""
         self.examples = 0
-        """Of how many examples all of them were, as far as that is known."""
+        """Examples of these steps, as far as they are known."""
         self.handed_out = handed_out
-        """How many examples of a queue were handed out that are not used."""
+        """Examples of a queue that were handed out and are not used."""
+
+    @property
+    def is_exchanged(self) -> bool:  # type: ignore[override]
+        return self.counts_steps and not self.passed
+
+    def _make(self, grads: Grads, call: StepCall) -> None:
+        self.meet()
+        model, examples = self._model, self._feed.examples_of(call.batch_size, call.samples)
+        with self.stepping():
+            self.add(grads, call.samples or 0)
+            self.examples += examples
+            self.given += examples or 1  # as dropped gradients count
+            self._apply(grads, call.divisor(model.num_devices))
+            self._end_step()
+
+    def _apply(self, grads: Grads, divisor: float) -> None:
+        """Update the weights of this worker alone."""
+        self._model.update(divisor, [grad is not None for grad in grads], 0, counts=False)
+        self.note_weights()
+
+    def skip(self) -> None:
+        self._model.watch.note_grads()
+        with self.stepping():
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Count a step, and make an exchange if it is time."""
+        self.passed += 1
+        self.handed_out = self._feed.unpushed
+        self._model.updates += self.counts_steps
+        try:
+            self.after_step()
+        finally:
+            self.note_weights()  # they may have been written, also if it failed
+
+    def exchange(self, together: bool) -> None:
+        try:
+            self.finish(together)
+        finally:
+            self.note_weights()  # they were written, also if it failed
+
+    def count_what_has_left(self) -> None:
+        count_as_used(self.left())
+        self.handed_out = self._feed.unpushed
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """A context for what a step changes here."""
+        """Return a context for the changes of a step."""
         return contextlib.nullcontext()
 
     def left(self) -> HandedOut:
-        """What pushes have brought to servers that this worker has not heard of; for `count_as_used`."""
+        """Return what pushes have brought to servers before their answers, for `count_as_used`."""
         return {}
 
-    def settle(self) -> None:  # noqa: B027  # most have nothing under way
-        """Wait until no push of this worker is under way."""
-
-    def rewind(self, rounds: int) -> None:
-        """All have gone back to a snapshot, of so many rounds."""
+    def rewind(self, rounds: int, updates: int) -> int:
         self.rounds = rounds
-        self.known = [one for one in self.known if one[0] <= rounds]
+        self._known = [one for one in self._known if one[0] <= rounds]
+        for known, version in self._known[-1:]:
+            updates = version + (rounds - known) * self.every
+        return updates
 
-    def close(self) -> None:  # noqa: B027  # most hold nothing
-        """No step follows."""
+    def note_version(self, since: int, updates: int) -> None:
+        if self.counts_steps:
+            self._known += [(rounds, updates) for rounds in range(since + 1, self.rounds + 1)]
 
     def add(self, grads: Grads, samples: int) -> None:
-        """Count a step with gradients, of so many examples; 0 if that was not said."""
+        """Count a step with gradients, of so many examples; 0 if that was not given."""
         self.made += 1
         self.samples += samples
 
     def _changes(self) -> list[torch.Tensor]:
-        """What the steps have changed, as a gradient. One pass over the weights."""
+        """Return what the steps have changed, as a gradient. One pass over the weights."""
         return list(torch._foreach_sub(self._before, self._weights))
 
     @abc.abstractmethod
-    def require_alike(self, samples: int | None) -> None:
-        """Refuse a step that does not go with those since the last exchange: a `ValueError`."""
-
-    @abc.abstractmethod
     def after_step(self) -> None:
-        """A step has been counted; make an exchange if it is time."""
+        """Make an exchange if it is time, after a step was counted."""
 
     @abc.abstractmethod
     def finish(self, together: bool) -> None:
-        """Exchange what there is, and wait for the new weights.
-
-        Args:
-            together: with all other workers, so that all have the same weights then; otherwise they may go on.
-        """
+        """Exchange the steps since the last exchange; see `Steps.exchange`."""
 
 
 @dataclass(slots=True)
@@ -174,7 +210,7 @@ class Fragment:
         return [tensors[place] for place in self.places]
 
 
-class OuterSteps(Exchanges):
+class OuterSteps(PolicySteps):
     """Exchanges after a number of steps of each worker, of all parameters or of one fragment of them after the other.
 
     All workers push the same fragment at the same step. Rounds of all fragments are aligned: of two, the one with the
@@ -183,11 +219,8 @@ class OuterSteps(Exchanges):
 
     Args:
         policy: how many steps, fragments, and steps until an answer is taken.
-        parameters, unpushed: as of `Exchanges`.
-        update: pushes changes of some parameters and writes the new weights; see `Exchange.update`.
-        push: the same without waiting, and writes into given tensors; see `Exchange.begin_update`.
-        take: the result of a future of these.
-        handed_out: what counts as used when the first of the fragments has it; see `count_as_used`.
+        model, feed, exchange: as of `PolicySteps`. What the feed has handed out counts as used when the first of the
+            fragments has it.
 
     Raises:
         ConfigError: there are more fragments than parameters.
@@ -196,40 +229,27 @@ class OuterSteps(Exchanges):
     until the answer comes is added to it, rather than mixed with it.
     """
 
-    def __init__(
-        self,
-        policy: LocalSteps,
-        parameters: Sequence[Parameter],
-        unpushed: Callable[[], int],
-        update: Callable[[Grads, Average, int, Sequence[int]], object],
-        push: Callable[[Grads, Average, int, list[torch.Tensor], Sequence[int]], Future[Any]],
-        take: Callable[[Future[Any]], Any],
-        handed_out: HandedOut,
-    ) -> None:
+    def __init__(self, policy: LocalSteps, model: Model, feed: Feed, exchange: Exchange) -> None:
         self.every = policy.every
         self._delay = policy.steps_until_answer
-        self._update = update
-        self._push = push
-        self._take = take
-        self._handed_out = handed_out
-        sizes = [parameter.replicas[0].nbytes for parameter in parameters]
+        sizes = [parameter.replicas[0].nbytes for _, parameter in model.trained]
         self._fragments = [Fragment(places) for places in split_evenly(sizes, policy.fragments)]
         self.counted = [one.places[0] for one in self._fragments]
         self._times = [policy.every * number // policy.fragments for number in range(1, policy.fragments + 1)]
         """At which step of a period each is pushed."""
         self._step = self._next = 0
         """Steps of the present period, and how many fragments were pushed in it."""
-        super().__init__(parameters, unpushed)
+        super().__init__(model, feed, exchange)
 
-    def rewind(self, rounds: int) -> None:
-        super().rewind(rounds)
+    def rewind(self, rounds: int, updates: int) -> int:
         self._begin_period(rounds)
+        return super().rewind(rounds, updates)
 
     def _begin_period(self, rounds: int) -> None:
         self.rounds = rounds
         self._step = self._next = 0
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         self.settle()
         for fragment in self._fragments:
             fragment.under_way, fragment.pushed, fragment.landing = None, [], []
@@ -238,7 +258,7 @@ class OuterSteps(Exchanges):
         """How many examples of a queue count as used since then."""
         if not self._next:
             self._step = 0
-        super().begin()
+        super().restart()
 
     def settle(self) -> None:
         wait_for([one.under_way for one in self._fragments if one.under_way is not None])
@@ -249,13 +269,15 @@ class OuterSteps(Exchanges):
                 self._count_used(fragment)  # here, as later pushes say their examples beside those
         return {}
 
-    def require_alike(self, samples: int | None) -> None:
+    def _checked(self, call: StepCall) -> StepCall:
+        samples = call.samples
         if self.made and (samples is None) != (self.samples == 0):
             raise ValueError(
                 f"step({'' if samples is None else f'samples={samples}'}) after {self.made} steps"
                 f" {'without samples' if samples else 'with samples'} since the last exchange: give samples in all"
                 " steps, or in none"
             )
+        return call
 
     def after_step(self) -> None:
         self._step += 1
@@ -269,7 +291,7 @@ class OuterSteps(Exchanges):
         if self._delay:
             self._start(fragment)
         else:
-            self._exchange(fragment)
+            self._push_and_wait(fragment)
         self._next += 1
         if self._next == len(self._fragments):
             self._begin_period(self.rounds + 1)
@@ -278,9 +300,9 @@ class OuterSteps(Exchanges):
         if not self.passed:
             return
         self._land_all()
-        self.handed_out = self._unpushed()
+        self.handed_out = self._feed.unpushed
         if len(self._fragments) == 1:
-            self._exchange(self._fragments[0])
+            self._push_and_wait(self._fragments[0])
         else:
             for fragment in self._fragments:
                 self._start(fragment)
@@ -289,7 +311,7 @@ class OuterSteps(Exchanges):
                 self._start(fragment)  # so that all have been pushed equally often
             self._land_all()
         self._begin_period(self.rounds + (2 if self._next else 1))
-        self.begin()
+        self.restart()
 
     @property
     def _counts(self) -> Counts:
@@ -299,7 +321,7 @@ class OuterSteps(Exchanges):
     def _share(self, fragment: Fragment) -> tuple[Grads, Average, int]:
         """What a fragment pushes: changes since its last push, their weight, and of how many examples they are."""
         counts, before = self._counts, fragment.counted
-        fragment.counted, fragment.since, fragment.used = counts, 0, dict(self._handed_out)
+        fragment.counted, fragment.since, fragment.used = counts, 0, dict(self._feed.handed_out)
         is_made = counts.made > before.made
         changes = torch._foreach_sub(fragment.of(self._before), fragment.of(self._weights)) if is_made else ()
         fragment.pushed = list(changes)
@@ -308,12 +330,12 @@ class OuterSteps(Exchanges):
         handed_out = max(0, counts.handed_out - before.handed_out)  # less where a step was interrupted
         return grads, average, handed_out or counts.examples - before.examples
 
-    def _exchange(self, fragment: Fragment) -> None:
+    def _push_and_wait(self, fragment: Fragment) -> None:
         """Push, and wait for the new weights."""
-        self._update(*self._share(fragment), fragment.places)
+        self._exchange.update_some(*self._share(fragment), fragment.places)
         fragment.pushed = []
         if len(self._fragments) == 1:
-            self.begin()
+            self.restart()
             return
         torch._foreach_copy_(fragment.of(self._before), fragment.of(self._weights))
         self._count_used(fragment)
@@ -322,7 +344,7 @@ class OuterSteps(Exchanges):
         """Push, and go on."""
         share = self._share(fragment)
         fragment.landing = [torch.empty_like(weight) for weight in fragment.of(self._weights)]
-        fragment.under_way = self._push(*share, fragment.landing, fragment.places)
+        fragment.under_way = self._exchange.begin_update(*share, fragment.landing, fragment.places)
 
     def _land_all(self) -> None:
         for fragment in self._fragments:
@@ -332,7 +354,7 @@ class OuterSteps(Exchanges):
     def _land(self, fragment: Fragment) -> None:
         """Take the new weights, and add what was changed since the push."""
         assert fragment.under_way is not None
-        self._take(fragment.under_way)
+        self._exchange.take(fragment.under_way)
         before, weights = fragment.of(self._before), fragment.of(self._weights)
         if self.made > fragment.counted.made:
             moved = torch._foreach_sub(fragment.landing, before)
@@ -347,9 +369,9 @@ class OuterSteps(Exchanges):
 
     def _count_used(self, fragment: Fragment) -> None:
         """What a fragment has brought to the servers counts as used, though the others follow later."""
-        unpushed = self._unpushed()
+        unpushed = self._feed.unpushed
         count_as_used(dict(fragment.used))
-        now = self._unpushed()
+        now = self._feed.unpushed
         self._used += unpushed - now
         self.handed_out -= unpushed - now
 

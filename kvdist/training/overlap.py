@@ -1,4 +1,4 @@
-"""What a trainer sends while the backward pass still runs, and waits for in `step`.
+"""`OverlappedSteps` of a trainer: gradients leave while the backward pass still runs, and `step` waits for the answers.
 
 If the store updates, each bucket's gradients are pushed during the backward pass, and the weights are pulled in `step`,
 straight into place: autograd needs the old ones until the pass has ended. A push is at most one copy of the gradient, a
@@ -14,88 +14,165 @@ each bucket's gradients are replaced by their sums in place. Invariants:
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets
 from kvdist.errors import ForkError
-from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.runtime.waits import wait_for
 from kvdist.training.ballot import Ballot
-from kvdist.training.parameters import Parameter
+from kvdist.training.data import Feed
+from kvdist.training.exchange import Exchange
+from kvdist.training.grad_checks import Stale, refuse_changed
+from kvdist.training.model import Model
+from kvdist.training.parameters import Grads, Parameter
+from kvdist.training.steps import StepCall, StoreSteps
+from kvdist.training.trainer_config import refuse_sent, refuse_size, refuse_updated_there
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-P = ParamSpec("P")
+
+class OverlappedSteps(StoreSteps):
+    """Steps whose gradients leave in buckets during the backward pass, from the second step on.
+
+    Args:
+        model, feed, exchange: as of `StoreSteps`.
+        sent: the store's copy of the optimizer; None where the workers update.
+    """
+
+    def __init__(self, model: Model, feed: Feed, exchange: Exchange, sent: Optimizer | None) -> None:
+        super().__init__(model, feed, exchange)
+        self.on_server, self.updates_here = sent is not None, sent is None
+        self.buckets = Overlap(exchange, model, feed, sent)
+
+    def begin(self) -> None:
+        super().begin()
+        model = self._model
+        if self.updates_here:
+            self.buckets.ballot = self._exchange.open_ballot(model.optimizer)
+        model.optimizer.rescale_grad = model.scale / model.num_devices
+
+    def step(self, call: StepCall) -> None:
+        if call.batch_size is not None or call.samples is not None:
+            refuse_size(f"step({call.batch_size})" if call.samples is None else f"step(samples={call.samples})")
+        model = self._model
+        model.read_groups()
+        model.refuse_untrained()
+        model.warn_without(any(one.has_grad for _, one in model.trained))
+        stale = model.watch.left_out(Stale.USE if call.on_stale is Stale.USE else Stale.LEAVE_OUT)
+        changed = model.watch.changed()
+        try:
+            has_grad = self.buckets.finish(frozenset(position for position, _ in stale))
+        finally:
+            self.note_weights()  # they were written, also if it failed
+        if self.on_server:
+            model.updates += 1
+            model.watch.note_grads()
+        else:
+            model.update(call.divisor(model.num_devices), has_grad, self.buckets.examples)
+        if call.on_stale is Stale.REFUSE:
+            model.watch.refuse(stale, "other gradients were sent already, so this step was made without it")
+        # Only after the transfers have ended; by then the store's weights have replaced the changed ones.
+        refuse_changed(changed, "gradients were sent already, so this step was made and the change is lost")
+
+    def _make(self, grads: Grads, call: StepCall) -> None:
+        raise AssertionError("gradients are not collected before a step: they have left")
+
+    def skip(self) -> None:
+        raise RuntimeError("skip_step() is too late with overlap=True: gradients leave during backward()")
+
+    def sum_gradients(self, average: bool, on_stale: Stale) -> None:
+        if not average:
+            raise ValueError(
+                "with overlap=True gradients are averaged over the workers while the backward pass runs; call"
+                " allreduce_grads(average=True), or make the trainer with overlap=False"
+            )
+        if self.on_server:
+            refuse_updated_there("allreduce_grads")
+        self._model.read_groups()
+        self.buckets.finish()
+
+    def update(self, call: StepCall) -> None:
+        if self.on_server:
+            refuse_updated_there("update")
+        self.require_nothing_sent("update", "allreduce_grads(average=True)")
+        self._update(call, None, self.buckets.examples)
+
+    def count_what_has_left(self) -> None:
+        if self.buckets.is_open:
+            self._feed.count_as_used()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return self.buckets.paused()
+
+    def require_nothing_sent(self, method: str, first: str) -> None:
+        if self.buckets.is_open:
+            refuse_sent(method, first)
+
+    def close(self) -> None:
+        self.buckets.remove_hooks()
 
 
 class Overlap(GradientBuckets):
     """Sends the gradients of a trainer's steps as they come.
 
     Args:
-        store: receives them.
-        trained: keys and parameters.
-        live: the optimizer whose hyper-parameters the user may change.
-        sent: the store's copy of it; None when the workers update.
-        refresh: updates `live` when a step begins.
-        ballot: when the workers update, and there are several.
-        samples: says how many examples the step sums, or 0.
-        bucket_bytes: the size of a bucket.
+        exchange: the exchange with the store that receives them.
+        model: the parameters, and the optimizer whose hyper-parameters the user may change.
+        feed: knows how many examples a step sums.
+        sent: the store's copy of the optimizer; None where the workers update.
+        bucket_bytes: size of a bucket.
     """
 
     def __init__(
         self,
-        store: KVStore,
-        trained: Sequence[tuple[int, Parameter]],
-        live: Optimizer,
+        exchange: Exchange,
+        model: Model,
+        feed: Feed,
         sent: Optimizer | None,
-        refresh: Callable[[], None] = lambda: None,
-        ballot: Ballot | None = None,
-        samples: Callable[[], int | None] = lambda: 0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._store = store
-        self._trained = trained
-        self._live = live
+        self._store = exchange.store
+        self._model = model
+        self._feed = feed
         self._sent = sent
-        self._refresh = refresh
-        self._ballot = ballot
-        self._samples = samples
+        self.ballot: Ballot | None = None
+        """The vote on gradients, where the workers update and there are several."""
         self._had: set[int] = set()
         """Keys whose gradients this worker has sent in this step."""
         self._left_out: frozenset[int] = frozenset()
         """Positions of parameters whose gradients the current step ignores."""
         self.examples = 0
-        """Of how many the gradients of all workers in the last step were, where the workers update."""
+        """Examples of the gradients of all workers in the last step, where the workers update."""
         self._under_way: list[Future[Any]] = []
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
+        trained = model.trained
         names = [parameter.label for _, parameter in trained]
         # Servers match pushes by keys. Other stores may match sums by their order, and a worker whose pass leaves out a
         # layer must not send the layers after it first.
-        in_order = store.type not in DIST_NAMES
+        in_order = self._store.type not in DIST_NAMES
         super().__init__(names, [parameter.replicas for _, parameter in trained], bucket_bytes, in_order=in_order)
 
     def begin(self) -> None:
         """Begin a step with the current hyper-parameters."""
-        self._refresh()
+        self._model.read_groups()
         if self._sent is not None:
             for name in LIVE:
-                setattr(self._sent, name, getattr(self._live, name))
+                setattr(self._sent, name, getattr(self._model.optimizer, name))
 
     def start(self, bucket: Bucket) -> None:
         """Send a bucket's gradients without waiting."""
-        members = [self._trained[member] for member in bucket.members]
-        left_out = {self._trained[member][0] for member in bucket.members if member in self._left_out}
+        members = [self._model.trained[member] for member in bucket.members]
+        left_out = {self._model.trained[member][0] for member in bucket.members if member in self._left_out}
         self._had.update(key for key, one in members if key not in left_out and one.grads() is not None)
         if self._sent is None:
             members = self._with_somewhere_to_go(members, left_out)
@@ -105,7 +182,7 @@ class Overlap(GradientBuckets):
         keys = [key for key, _ in members]
         grads = [None if key in left_out else parameter.grads() for key, parameter in members]
         send = self._store.pushpull_async if self._sent is None else self._store.push_async
-        self._under_way.append(send(keys, grads, priority=bucket.priority, average=True, samples=self._samples() or 0))
+        self._under_way.append(send(keys, grads, priority=bucket.priority, average=True, samples=self._feed.unused))
         self._watch([parameter for _, parameter in members])
 
     def finish(self, left_out: frozenset[int] = frozenset()) -> list[bool]:
@@ -146,23 +223,23 @@ class Overlap(GradientBuckets):
                 " overlap=False; or make the trainer with update_on_kvstore=False, and call"
                 " allreduce_grads(average=True), clip, and update() instead of step()"
             )
-        given, self.examples = had, self._samples() or 0
-        if vote is not None and self._ballot is not None:
-            given, self.examples = self._ballot.read(vote)[0], self._ballot.examples(vote)
-        for (_, parameter), is_given in zip(self._trained, given, strict=True):
+        given, self.examples = had, self._feed.unused
+        if vote is not None and self.ballot is not None:
+            given, self.examples = self.ballot.read(vote)[0], self.ballot.examples(vote)
+        for (_, parameter), is_given in zip(self._model.trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
-        if vote is not None and self._ballot is not None:
-            self._ballot.require_equal_numbers(vote)
+        if vote is not None and self.ballot is not None:
+            self.ballot.require_equal_numbers(vote)
         return given
 
     def _vote(self) -> tuple[list[bool], NDArray[np.float32] | None]:
         """Which gradients this worker has; and the ballot that was sent, which becomes that of all workers."""
-        had = [key in self._had for key, _ in self._trained]
-        if self._ballot is None:
+        had = [key in self._had for key, _ in self._model.trained]
+        if self.ballot is None:
             return had, None
-        vote = self._ballot.cast(had, average=True, examples=self._samples() or 0)
-        self._under_way.append(self._store.pushpull_async([self._ballot.key], [vote], average=True))
+        vote = self.ballot.cast(had, average=True, examples=self._feed.unused)
+        self._under_way.append(self._store.pushpull_async([self.ballot.key], [vote], average=True))
         return had, vote
 
     def _with_somewhere_to_go(
@@ -180,7 +257,7 @@ class Overlap(GradientBuckets):
 
     def _pull(self, bucket: Bucket) -> Future[Any]:
         # The same list of keys as the push, so both share a plan, here and on the servers.
-        members = [self._trained[member] for member in bucket.members]
+        members = [self._model.trained[member] for member in bucket.members]
         weights = [parameter.replicas for _, parameter in members]
         return self._store.pull_async([key for key, _ in members], weights, bucket.priority)
 
@@ -201,14 +278,3 @@ class Overlap(GradientBuckets):
             if parameter.replicas[device].grad is not grad or grad._version != version
         ]
         return ", ".join(dict.fromkeys(changed))
-
-
-def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Wrap a method so that it does not keep its object alive; without the object it returns None."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        alive = reference()
-        return None if alive is None else alive(*args, **kwargs)
-
-    return call

@@ -332,7 +332,7 @@ class QueueSampler(DrivenSampler):
         self._maker = None if maker is self else maker
         self._first_batch = batch
         self._loader_workers = max(1, getattr(loader, "num_workers", 0))
-        self._version, self._is_over = trainer._updates, False
+        self._version, self._is_over = trainer._model.updates, False
         assert self._leasing is not None
         self._leasing.begun = max(self._leasing.begun, self._leasing.number)
         trainer._count_what_has_left()
@@ -358,15 +358,14 @@ class QueueSampler(DrivenSampler):
     def _bind(self, trainer: Trainer) -> None:
         if self._store is not None and self._store is not trainer.kvstore:
             raise ValueError("the QueueSampler has another store than this trainer: leave store= out")
-        if trainer._join is not None:
+        if trainer._start().join is not None:
             raise RuntimeError("a QueueSampler needs no trainer.join(): a worker without examples is not waited for")
-        trainer._start()
-        before = trainer._queue
+        before = trainer._feed.queue
         if before is self:
             return
         if isinstance(before, QueueSampler) and before._is_begun:
             raise RuntimeError(f"{self} begins before {before} has ended: train on them one after the other")
-        trainer._queue = self
+        trainer._feed.queue = self
         self._leasing = before._leasing if isinstance(before, QueueSampler) else leasing_of(trainer)
         assert self._leasing is not None
         self._leasing.give_back()  # what another trainer of this process has left
@@ -391,7 +390,7 @@ class QueueSampler(DrivenSampler):
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void
                 self._handed = begun + min(self._ends.popleft(), self._yielded)
-                trainer._handed_out[self] = (self._iterations, self._handed, "")
+                trainer._feed.handed_out[self] = (self._iterations, self._handed, "")
                 trainer._take_part()
                 yield batch
                 self._version = trainer.version
@@ -400,10 +399,10 @@ class QueueSampler(DrivenSampler):
                     return
         finally:
             self._is_driven = False
-        trainer._finish_exchange(together=False)
+        trainer._exchange(together=False)
         self._version = trainer.version
         if self.unused:
-            trainer._handed_out.pop(self, None)
+            trainer._feed.handed_out.pop(self, None)
             LOG.warning(
                 "%d examples were handed out and no step has used them: they count as used. Call trainer.step() for the"
                 " last batches, too",
@@ -420,7 +419,7 @@ class QueueSampler(DrivenSampler):
         if self._leasing.is_shared:
             trainer._catch_up(self._version)
             trainer._recount()
-            self._version = trainer._updates
+            self._version = trainer._model.updates
         if self._is_over:
             self._leasing.number += 1
         return self._leasing.number <= self._leasing.begun
@@ -472,23 +471,23 @@ def leasing_of(trainer: Trainer) -> Leasing:
     Raises:
         ConfigError: no scheduler can lease them, or a worker that has rested could not get the weights of the others.
     """
-    store = trainer.kvstore
-    backend = store._backend.leasing_side if isinstance(store, KVStore) and trainer._update_on_kvstore else None
+    store, on_server = trainer.kvstore, trainer._start().on_server
+    backend = store._backend.leasing_side if isinstance(store, KVStore) and on_server else None
     if isinstance(backend, DistBackend):
         shared = backend.leasing if isinstance(backend.leasing, SharedQueue) else SharedQueue(backend.lease)
         shared.ask, backend.leasing = backend.lease, shared
-        if trainer._position is not None:
-            shared.restore(trainer._position)
+        if trainer._feed.position is not None:
+            shared.restore(trainer._feed.position)
         return shared
     if store is not None and store.num_workers > 1:
         raise ConfigError(
             f"a QueueSampler with {store.num_workers} workers needs a store 'dist...' that updates the weights, so that"
             " a worker without examples gets the weights of the others; this Trainer has"
-            f" {store.type!r}{'' if trainer._update_on_kvstore else ' and its workers update'}: use SplitSampler"
+            f" {store.type!r}{'' if on_server else ' and its workers update'}: use SplitSampler"
         )
     own = OwnQueue()
-    if trainer._position is not None:
-        own.restore(trainer._position)
+    if trainer._feed.position is not None:
+        own.restore(trainer._feed.position)
     trainer._state("batches").tell_position(own.position)
     return own
 

@@ -13,7 +13,7 @@ on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,9 +24,12 @@ from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy, updates_be
 from kvdist.kvstore.backend import Average
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.runtime.waits import AwaitedLock, wait_for
-from kvdist.training.data import HandedOut, count_as_used
-from kvdist.training.local_steps import LOG, Exchanges
-from kvdist.training.parameters import Grads, Parameter
+from kvdist.training.data import Feed, HandedOut, count_as_used
+from kvdist.training.exchange import Exchange
+from kvdist.training.local_steps import LOG, PolicySteps
+from kvdist.training.model import Model
+from kvdist.training.parameters import Grads
+from kvdist.training.steps import StepCall
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -61,43 +64,25 @@ class Push:
 NOTHING_PUSHED = Push(None, [], 0, [], {}, 0)
 
 
-class QuotaSteps(Exchanges):
+class QuotaSteps(PolicySteps):
     """Counts the examples of a worker since its last push, and makes the next one when it is due.
 
     Args:
-        policy: how many, and of what.
-        parameters, unpushed: as of `Exchanges`.
-        push: pushes what this worker has, and writes new weights into given tensors; see `Exchange.begin_update`.
-        report: says how many examples there are since the last push; see `DistBackend.report_progress`.
-        take: the result of a future of these.
-        handed_out: what counts as used when the new weights are here; see `count_as_used`.
-        landed: called then, with the number of versions that came.
+        policy: size of a quota, and its unit.
+        model, feed, exchange: as of `PolicySteps`. What the feed has handed out counts as used when the new weights
+            are here.
     """
 
     counts_steps = False
+    has_own_pace = True
     when = DueWhen.QUOTA
     """By which rule a push is due."""
 
-    def __init__(
-        self,
-        policy: TrainingPolicy,
-        parameters: Sequence[Parameter],
-        unpushed: Callable[[], int],
-        push: Callable[[Grads, Average, int, list[torch.Tensor]], Future[Any]],
-        report: Callable[[int, DueWhen, int, bool, bool], Future[Due | None]],
-        take: Callable[[Future[Any]], Any],
-        handed_out: HandedOut,
-        landed: Callable[[int], object],
-    ) -> None:
-        self.sums_gradients = not updates_between(policy)
+    def __init__(self, policy: TrainingPolicy, model: Model, feed: Feed, exchange: Exchange) -> None:
+        self.updates_here = updates_between(policy)
         self._policy = policy
         self._has_warned = False
         self._waits = isinstance(policy, Quota) and policy.exact
-        self._push = push
-        self._report_as = report
-        self._take = take
-        self._handed_out = handed_out
-        self._landed = landed
         self._lock = AwaitedLock()
         """Held while a step changes weights and sums, and while they are pushed."""
         self._pusher = ThreadPoolExecutor(1, "kvdist-quota")
@@ -114,15 +99,15 @@ class QuotaSteps(Exchanges):
         self._sums: list[torch.Tensor | None] = []
         self._landings: list[list[torch.Tensor]] = []
         """For the weights of the last push, and where an exchange takes longer than a step for those of another one."""
-        super().__init__(parameters, unpushed)
+        super().__init__(model, feed, exchange)
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         with self._lock:
             if self._last is not None and self._last.answer is not None:
                 wait_for([self._last.answer])
             self._last = self._complete = self._asked = self._failure = None
             self._ready = {}
-            super().begin()
+            super().restart()
             self._sums = [None] * len(self._weights)
 
     @contextlib.contextmanager
@@ -131,7 +116,10 @@ class QuotaSteps(Exchanges):
             yield
         self._push_if_due()  # that may have come at the end of the step
 
-    def require_alike(self, samples: int | None) -> None:
+    def _checked(self, call: StepCall) -> StepCall:
+        samples, feed = call.samples, self._feed
+        if samples is None:
+            samples = (feed.examples if feed.queue is None else feed.unpushed - self.handed_out) or None
         if samples is None:
             raise ValueError(
                 f"step() under the policy {self._policy}, which counts examples: call step(samples=n) with the number"
@@ -145,10 +133,18 @@ class QuotaSteps(Exchanges):
                 samples,
                 self._policy,
             )
+        return replace(call, samples=samples)
+
+    def _apply(self, grads: Grads, divisor: float) -> None:
+        if self.updates_here:
+            super()._apply(grads, divisor)
+        else:
+            self._model.optimizer.rescale_grad = self._model.scale / divisor
+            self._model.watch.note_grads()
 
     def add(self, grads: Grads, samples: int) -> None:
         super().add(grads, samples)
-        for place, grad in enumerate(grads if self.sums_gradients else ()):
+        for place, grad in enumerate(() if self.updates_here else grads):
             if grad is None:
                 continue
             present = self._sums[place]
@@ -159,7 +155,7 @@ class QuotaSteps(Exchanges):
                 present.add_(grad[0], alpha=samples)
 
     def after_step(self) -> None:
-        self._ready = dict(self._handed_out)
+        self._ready = dict(self._feed.handed_out)
         self._land(self._last if self._waits else self._newest)
         if not self._is_due and self._has_news:
             self._ask()
@@ -171,10 +167,10 @@ class QuotaSteps(Exchanges):
 
     def finish(self, together: bool) -> None:
         with self._lock:
-            self._ready = dict(self._handed_out)
+            self._ready = dict(self._feed.handed_out)
             while True:
                 self._land(self._last)
-                due = self._take(self._report(now=not together, together=together))
+                due = self._exchange.take(self._report(now=not together, together=together))
                 self._start(everything=True)
                 self._land(self._last)
                 if not together or due.together:
@@ -216,7 +212,7 @@ class QuotaSteps(Exchanges):
     # When a push is due.
 
     def _report(self, *, now: bool = False, together: bool = False) -> Future[Due | None]:
-        return self._report_as(self._progress, self.when, self._number, now, together)
+        return self._exchange.report(self._progress, self.when, self._number, now, together)
 
     def _ask(self) -> None:
         """Report what there is, and ask when the next push is due."""
@@ -234,7 +230,7 @@ class QuotaSteps(Exchanges):
 
     @property
     def _is_due(self) -> bool:
-        return self._asked is not None and self._asked.done() and self._take(self._asked) is not None
+        return self._asked is not None and self._asked.done() and self._exchange.take(self._asked) is not None
 
     @property
     def _can_push(self) -> bool:
@@ -277,7 +273,7 @@ class QuotaSteps(Exchanges):
             return
         samples = self.handed_out - before.handed_out or self.samples
         grads, changes = nothing, before.changes
-        if self.made and self.sums_gradients:
+        if self.made and not self.updates_here:
             grads = [
                 None if total is None else [total.div_(self.samples).to(weight.dtype)]
                 for weight, total in zip(self._weights, self._sums, strict=True)
@@ -307,7 +303,7 @@ class QuotaSteps(Exchanges):
         return self._landings[-1]
 
     def _send(self, grads: Grads, average: Average, samples: int, push: Push) -> None:
-        push.answer = self._push(grads, average, samples, push.landing)
+        push.answer = self._exchange.begin_update(grads, average, samples, push.landing)
         push.answer.add_done_callback(self._look_soon)
         if self._last is not None and self._last.is_complete:
             self._complete = self._last
@@ -321,7 +317,7 @@ class QuotaSteps(Exchanges):
         if push is None or push.answer is None:
             return
         try:
-            self._take(push.answer)
+            self._exchange.take(push.answer)
         except BaseException:
             if push.answer.done():  # else the wait was interrupted, and a later step takes them
                 push.answer = None
@@ -329,7 +325,7 @@ class QuotaSteps(Exchanges):
         if push is self._last:
             self._last = None
         self._complete = None
-        if (self.passed or self._last is not None) and not self.sums_gradients:
+        if (self.passed or self._last is not None) and self.updates_here:
             moved = torch._foreach_sub(push.landing, self._before)
             if push.changes:
                 torch._foreach_add_(moved, push.changes)
@@ -343,8 +339,8 @@ class QuotaSteps(Exchanges):
             self._last.handed_out -= push.handed_out
             if self._last.changes and push.changes:
                 self._last.changes = list(torch._foreach_sub(self._last.changes, push.changes))
-        self.handed_out = self._unpushed()
-        self._landed(push.number)
+        self.handed_out = self._feed.unpushed
+        self._model.updates += push.number
 
 
 class QuorumSteps(QuotaSteps):

@@ -22,50 +22,37 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import samples_in, updates_in
 from kvdist.config.policies import Asynchronous, LocalSteps, Pace, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KvdistError, RolledBackError
 from kvdist.kvstore import create as create_store
-from kvdist.kvstore.adapter import Adapted, KVStoreBase
-from kvdist.kvstore.backend import Average
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.checkpoints import Checkpoint, absolute, own_steps
 from kvdist.kvstore.dist import DistBackend
-from kvdist.kvstore.registry import DIST_NAMES
-from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
-from kvdist.protocol.messages import Due, DueWhen
-from kvdist.schema import real_number, whole_number
-from kvdist.training.ballot import Ballot
+from kvdist.schema import whole_number
 from kvdist.training.batch_sizes import Speed
-from kvdist.training.data import Batches, DrivenSampler, HandedOut, SplitSampler, count_as_used
-from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
+from kvdist.training.data import Batches, Feed, SplitSampler
+from kvdist.training.exchange import Exchange
+from kvdist.training.grad_checks import Stale
 from kvdist.training.join import Join, NextStep
-from kvdist.training.local_steps import Exchanges, OuterSteps, outer_optimizer
-from kvdist.training.overlap import Overlap, weakly
-from kvdist.training.parameters import (
-    Grads,
-    Parameter,
-    collect,
-    divide,
-    identities,
-    multipliers,
-    named_keys,
-    reordered,
-    require_shapes,
-    scale,
-)
+from kvdist.training.local_steps import OuterSteps, outer_optimizer
+from kvdist.training.model import Model
+from kvdist.training.overlap import OverlappedSteps
+from kvdist.training.parameters import collect, require_shapes
+from kvdist.training.steps import AloneSteps, ServerSteps, StepCall, Steps, WorkerSteps
 from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
     ASYNCHRONOUS,
@@ -73,16 +60,11 @@ from kvdist.training.trainer_config import (
     choose_store,
     compression_of,
     decide_update_on_kvstore,
-    fit,
     group_entries,
     make_optimizer,
-    model_statement,
     policy_of,
-    refuse_overflow,
+    prepare_store,
     refuse_overlap_of_snapshots,
-    refuse_sent,
-    refuse_size,
-    refuse_updated_there,
     refuse_what_contradicts,
     require_averages,
     require_enough,
@@ -94,11 +76,9 @@ from kvdist.training.trainer_config import (
     statement,
 )
 from kvdist.training.training_state import TrainingState
-from kvdist.training.weights import LocalUpdate, SharedWeights
+from kvdist.training.weights import SharedWeights
 
 LOG = logging.getLogger("kvdist")
-BATCH_SIZE_LIMIT = 1 << 32
-"""Batch sizes are smaller: they travel as 32 bits."""
 
 
 class Trainer:
@@ -150,10 +130,6 @@ class Trainer:
         ConfigError: the workers update, and ``KVDIST_KERNELS=numba``, which cannot be imported.
     """
 
-    _has_warned = _has_warned_of_grads = False
-    _undivided = 0
-    """Examples that `batches` reads on every worker, as no sampler divides them; 0 for none."""
-
     def __init__(
         self,
         params: Any,
@@ -168,100 +144,38 @@ class Trainer:
         clip_norm: float | None = None,
         average_half_life: float | None = None,
     ) -> None:
-        self._optimizer = make_optimizer(params, optimizer, optimizer_params)
-        as_made = self._optimizer.__getstate__()
-        self._parameters = collect(params, group_entries(optimizer, self._optimizer))
-        self._num_devices = len(self._parameters[0].replicas)
-        self._scale = self._optimizer.rescale_grad
+        rule = make_optimizer(params, optimizer, optimizer_params)
+        as_made = rule.__getstate__()
+        parameters = collect(params, group_entries(optimizer, rule))
+        num_devices = len(parameters[0].replicas)
         refuse_what_contradicts(
-            kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
+            kvstore, num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
         )
-        self._clip_norm = checked_clip_norm(clip_norm, kvstore, update_on_kvstore, overlap, share_weights)
-        self._grad_norm: torch.Tensor | float | None = None
+        clip_norm = checked_clip_norm(clip_norm, kvstore, update_on_kvstore, overlap, share_weights)
+        self._model = Model(parameters, rule, clip_norm, reject_nonfinite)
+        self._feed = Feed()
+        self._steps: Steps | None = None
+        """How steps are made; None before the first one."""
         self._kvstore_wanted = kvstore
         self._compression_params = compression_params
         self._update_on_kvstore_wanted = update_on_kvstore if clip_norm is None else bool(update_on_kvstore)
         self._kvstore: KVStoreBase | None = None
-        self._exchange: Exchange | None = None  # there is one when there is a store
-        self._update_on_kvstore = False
-        self._between: Exchanges | None = None  # there is one where not every step is an exchange
-        self._started = self._closed = self._shows_averages = self._has_chosen = self._has_keys = False
-        self._watcher = weakly(self._rolled_back)
         self._overlaps, self._shares = overlap, share_weights
-        self._shared: SharedWeights | None = None
-        self._join: Join | None = None  # there is one within `join`
-        self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
-        self._rejects_nonfinite = reject_nonfinite
-        self._nonfinite_steps = self._updates = 0
-        self._speed = Speed([replica.device for replica in self._parameters[0].replicas])
-        self._samples = self._handed = 0
-        """Examples in the weights, where no server counts them; those that `SplitSampler`s gave since the last step."""
-        self._behind = 0
-        """How many steps of the others `batches` leaves out, because this worker has joined a running job."""
+        self._closed = self._shows_averages = self._has_chosen = self._has_keys = self._has_warned = False
+        self._watcher = weakly(self._rolled_back)
+        self._speed = Speed([replica.device for replica in parameters[0].replicas])
         self._joined_at: int | None = None
-        """At which version it has, once that is known."""
+        """Version at which this worker has joined a running job, once that is known."""
         self._loaded_updates = 0
-        """By how many updates a loaded checkpoint was ahead of the steps made here."""
+        """Updates by which a loaded checkpoint was ahead of the steps made here."""
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
-        self._handed_out: HandedOut = {}
-        self._queue: DrivenSampler | None = None
-        """What `batches` has iterated last."""
-        self._position: Mapping[str, Any] | None = None
-        """In the data, of a checkpoint that was loaded."""
-        self._loaded_states: Sequence[SliceState | None] = [None] * sum(one.trained for one in self._parameters)
-        """Of the trained parameters, until the first step has a place for them."""
-        self._torch_optimizer: TorchOptimizer | None = None
         self._training_state: TrainingState | None = None
-        self._assign_keys()
-        self._summed: list[bool] | None = None
-        """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
-        self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
-        self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **multipliers(self._parameters, "wd_mult")})
         given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        has_numbers = isinstance(self._optimizer, TorchRule) and any(one.group for one in self._parameters)
-        if given is not None or has_numbers:
-            self._torch_optimizer = self._shown_as_torch(given)
-            self._sync_hyperparameters()
-        self._optimizer.take(as_made, average_half_life)
-
-    def _assign_keys(self) -> None:
-        """Let the place of each parameter be its key."""
-        self._local = LocalUpdate(self._optimizer, self._parameters)
-        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
-        self._untrained = [one for one in self._parameters if not one.trained]
-        self._watch = Watch([parameter for _, parameter in self._trained])
-
-    def _match_names(self, store: KVStore) -> str:
-        """Let parameters with names have the keys that they have on worker 0, whatever the order in which they came.
-
-        Returns:
-            What has been agreed on so far, for `statement`; '' if there are no names, and places count.
-
-        Raises:
-            InitMismatch: another worker has other parameters.
-        """
-        known_by = identities(self._parameters)
-        if known_by is None or (store.num_workers == 1 and store.on_loss == "fail"):
-            return ""
-        store.agree(model_statement(self._parameters, known_by))
-        (others,) = store.from_rank_0([known_by])
-        order = reordered(known_by, others)
-        if order == sorted(order):
-            return "by their names, "
-        key_of = {place: key for key, place in enumerate(order)}
-        states = {id(one): state for (_, one), state in zip(self._trained, self._loaded_states, strict=True)}
-        self._parameters[:] = [self._parameters[place] for place in order]
-        for table in (self._optimizer.lr_mult, self._optimizer.wd_mult):
-            factors = {key_of.get(key, key): factor for key, factor in table.items()}
-            table.clear()
-            table.update(factors)
-        self._assign_keys()
-        self._loaded_states = [states[id(one)] for _, one in self._trained]
-        if self._torch_optimizer is not None:
-            self._torch_optimizer.rekey(key_of)
-            self._sync_hyperparameters()
-        return "by their names, "
+        if given is not None or (isinstance(rule, TorchRule) and any(one.group for one in parameters)):
+            self._model.groups = self._shown_as_torch(given)
+            self._model.read_groups()
+        rule.take(as_made, average_half_life)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -316,19 +230,11 @@ class Trainer:
             FloatingPointError: a gradient is not finite (``reject_nonfinite=True``), or on every worker, the norm by
                 which servers clip is not finite.
         """
-        if self._overlaps and batch_size is not None:
-            refuse_size(f"step({batch_size})")
         if samples is not None:
-            handed_out = self._unpushed() - (0 if self._between is None else self._between.handed_out)
-            samples = require_samples(samples, batch_size, self._overlaps, handed_out)
+            pending = 0 if self._steps is None else self._steps.handed_out
+            samples = require_samples(samples, batch_size, self._feed.unpushed - pending)
             self._speed.computed(samples)
-        self._start()
-        examples = self._fresh if samples is None else samples
-        with self._counting_what_leaves(), self._skipping_rollback():
-            self._take_part()
-            self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE, samples)
-        self._count_as_used()
-        self._report_times(examples)
+        self._make_step(StepCall(batch_size, samples, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE))
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """Iterate a loader and let its `SplitSampler` or `QueueSampler` count the batches that a step has used.
@@ -352,7 +258,7 @@ class Trainer:
                 ``sampler=QueueSampler(...)``, or with torch's ``BatchSampler`` around such a sampler; or any other
                 iterable.
         """
-        return Batches(loader, self._handed_out, self)
+        return Batches(loader, self._feed, self)
 
     def skip_step(self) -> None:
         """Take part in a step without gradients, for example because the gradients of this worker are unusable.
@@ -362,14 +268,11 @@ class Trainer:
         Raises:
             RuntimeError: ``overlap=True`` has already sent gradients.
         """
-        if self._overlaps:
-            raise RuntimeError("skip_step() is too late with overlap=True: gradients leave during backward()")
-        self._start()
-        self._require_weights_unchanged()
-        self._meet_others()
+        steps = self._start()
+        self._model.require_unchanged()
+        steps.meet()
         self._skip_step()
-        self._count_as_used()
-        self._report_times(0)
+        self._end_step(0)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -391,10 +294,10 @@ class Trainer:
             RuntimeError: `join` is nested, or another worker has left the block by an exception.
             InitMismatch: the workers update and enter with different learning rates, momenta or multipliers.
         """
-        if self._join is not None:
+        steps = self._start()
+        if steps.join is not None:
             raise RuntimeError("trainer.join() is within another trainer.join(): one of them is enough")
-        self._start()
-        if self._between is not None and not self._between.counts_steps:
+        if steps.has_own_pace:
             raise ConfigError(
                 f"trainer.join() under the policy {policy_of(self._kvstore)}: workers make as many steps as they can,"
                 " and none waits for another's; iterate trainer.batches(loader) with a QueueSampler"
@@ -402,21 +305,22 @@ class Trainer:
         if self._kvstore is None or not require_joinable(self._kvstore, self._overlaps):
             yield
             return
-        self._sync_hyperparameters()
-        live = None if self._update_on_kvstore else self._optimizer
+        model = self._model
+        model.read_groups()
+        live = None if steps.on_server else model.optimizer
         with create_store("dist") as own:
-            self._join = Join(own, live, len(self._parameters))
+            join = steps.join = Join(own, live, len(model.parameters))
             try:
                 yield
-                self._require_weights_unchanged()
-                while self._join.meet(NextStep.DONE):
-                    self._show_numbers()
+                model.require_unchanged()
+                while join.meet(NextStep.DONE):
+                    model.show_numbers()
                     self._skip_step()
             except Exception:
-                self._join.leave()
+                join.leave()
                 raise
             finally:
-                self._join = None
+                steps.join = None
 
     def as_torch_optimizer(self) -> TorchOptimizer:
         """Return this trainer as a ``torch.optim.Optimizer``, for torch's schedulers, `GradScaler` or Lightning.
@@ -429,14 +333,14 @@ class Trainer:
         Raises:
             ValueError: the optimizer has an `lr_scheduler`.
         """
-        if self._torch_optimizer is None:
-            self._torch_optimizer = self._shown_as_torch(None)
-        return self._torch_optimizer
+        if self._model.groups is None:
+            self._model.groups = self._shown_as_torch(None)
+        return self._model.groups
 
     def _shown_as_torch(self, given: torch.optim.Optimizer | None) -> TorchOptimizer:
         return TorchOptimizer(
-            self._parameters,
-            self._optimizer,
+            self._model.parameters,
+            self._model.optimizer,
             self._step_of_torch,
             self._optimizer_states,
             self._load_optimizer_states,
@@ -457,26 +361,7 @@ class Trainer:
                 ``overlap=True`` had sent it.
             ValueError: ``overlap=True`` without ``average=True``.
         """
-        if self._overlaps and not average:
-            raise ValueError(
-                "with overlap=True gradients are averaged over the workers while the backward pass runs; call"
-                " allreduce_grads(average=True), or make the trainer with overlap=False"
-            )
-        self._start()
-        if self._update_on_kvstore:
-            refuse_updated_there("allreduce_grads")
-        self._sync_hyperparameters()
-        if self._join is not None:
-            raise RuntimeError(
-                "allreduce_grads() cannot be used within trainer.join(), because a worker that is done cannot repeat"
-                " your changes of gradients. Call step(), with clip_norm to clip"
-            )
-        if self._overlap is not None:
-            self._overlap.finish()
-        elif self._exchange is not None:
-            grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
-            self._require_finite(grads)
-            self._summed = self._exchange.sum(grads, average, self._said(None))
+        self._start().sum_gradients(average, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights in this process with the current gradients, after `allreduce_grads`.
@@ -488,18 +373,11 @@ class Trainer:
         Raises:
             RuntimeError: the store updates the weights, a gradient is stale, or gradients are still being summed.
         """
-        self._start()
-        if self._update_on_kvstore:
-            refuse_updated_there("update")
-        self._require_nothing_sent("update", "allreduce_grads(average=True)")
-        grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
-        self._warn_without(any(grads))
-        examples, sent = self._fresh, self._overlap or (None if self._summed is None else self._exchange)
-        summed, self._summed = self._summed or [True] * len(grads), None
-        given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
-        self._update_here(self._divisor(batch_size), given, self._said(batch_size) if sent is None else sent.examples)
-        self._count_as_used()
-        self._report_times(examples)
+        call = StepCall(batch_size, None, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        steps = self._start()
+        examples = self._feed.unused
+        steps.update(call)
+        self._end_step(examples)
 
     def exchange(self) -> None:
         """Under a policy, exchange the steps since the last exchange, so that all workers have the same weights.
@@ -509,31 +387,28 @@ class Trainer:
         `save_checkpoint` makes an exchange itself. Without a policy, or without steps since the last exchange, it does
         nothing.
         """
-        self._finish_exchange(together=True)
+        self._exchange(together=True)
 
-    def _finish_exchange(self, together: bool) -> None:
+    def _exchange(self, together: bool) -> None:
         self._require_training_weights()
-        between = self._between
-        if between is None or (between.counts_steps and not between.passed):
+        steps = self._steps
+        if steps is None or steps.is_exchanged:
             return
-        self._require_weights_unchanged()
+        self._model.require_unchanged()
         with self._counting_what_leaves(), self._skipping_rollback():
             if self._is_void:
                 self._go_back()
             else:
-                before = between.rounds
-                try:
-                    between.finish(together)
-                finally:
-                    self._note_weights()  # they were written, also if it failed
+                before = steps.rounds
+                steps.exchange(together)
                 self._note_version(since=before)
         self._count_as_used()
 
     def _push_before_leaving(self) -> None:
-        """Push what steps at this worker's own pace have made, unless a batch was handed out since the last one."""
-        between = self._between
-        if between is not None and not between.counts_steps and self._unpushed() == between.handed_out:
-            self._finish_exchange(together=False)
+        """Push the steps of a worker at its own pace, unless a batch was handed out since the last step."""
+        steps = self._steps
+        if steps is not None and steps.has_own_pace and self._feed.unpushed == steps.handed_out:
+            self._exchange(together=False)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -554,13 +429,14 @@ class Trainer:
         store = self._kvstore
         if not isinstance(store, KVStore):
             raise ConfigError("there are no averages of the weights: give kvstore='dist' and an average_half_life")
-        averages = [[torch.empty_like(replica) for replica in one.replicas] for _, one in self._trained]
-        is_answered = not self._trained
+        trained = self._model.trained
+        averages = [[torch.empty_like(replica) for replica in one.replicas] for _, one in trained]
+        is_answered = not trained
         while not is_answered:
             with contextlib.suppress(RolledBackError):  # ask again: the store has those of a snapshot now
-                store.pull([key for key, _ in self._trained], out=averages, average=True)
+                store.pull([key for key, _ in trained], out=averages, average=True)
                 is_answered = True
-        replicas = [replica for _, one in self._trained for replica in one.replicas]
+        replicas = [replica for _, one in trained for replica in one.replicas]
         weights = [replica.data for replica in replicas]
         self._shows_averages = True
         try:
@@ -590,17 +466,15 @@ class Trainer:
         """
         self._require_nothing_sent("broadcast_parameters", "step()")
         self._require_training_weights()
-        if not self._started:
+        if self._steps is None:
             self._start()
-        elif self._exchange is not None:
-            self._settle()
-            self._exchange.broadcast()
-            self._note_weights()
+        else:
+            self._steps.broadcast()
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Save the optimizer state without the weights; see `KVStore.save_optimizer_states`."""
         state = self._state("save_states")
-        state.tell_samples(self._samples)
+        state.tell_samples(self._model.samples)
         state.save_states(fname)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
@@ -608,7 +482,7 @@ class Trainer:
         self._state("load_states").load_states(fname)
         folder = absolute(fname)
         self._go_on_from(updates_in(folder))
-        self._samples = samples_in(folder)
+        self._model.samples = samples_in(folder)
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
@@ -621,8 +495,8 @@ class Trainer:
         """
         self.exchange()
         training_state = self._state("save_checkpoint")
-        training_state.tell_samples(self._samples)
-        return training_state.save_checkpoint(directory, step, state, keep, self._updates)
+        training_state.tell_samples(self._model.samples)
+        return training_state.save_checkpoint(directory, step, state, keep, self._model.updates)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
@@ -632,46 +506,42 @@ class Trainer:
         Under a policy of local steps, each worker's local optimizer gets the state that the worker of the same rank has
         saved. Without such a state, and on a worker that joins a running job, it restarts and logs that.
         """
-        self._settle()
+        if self._steps is not None:
+            self._steps.settle()
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
-        if states and self._updates_between and not self._take_part():
+        steps, model, feed = self._start(), self._model, self._feed
+        if states and steps.on_server and steps.updates_here and not self._take_part():
             self._state("load_checkpoint").load_own(checkpoint.folder)
-        saved = self._go_on_from(self._updates_of(checkpoint.folder)) if states else self._updates
-        self._samples = samples_in(checkpoint.folder) if states else self._samples
+        saved = self._go_on_from(self._updates_of(checkpoint.folder)) if states else model.updates
+        model.samples = samples_in(checkpoint.folder) if states else model.samples
         if checkpoint.step == saved < self.version:
             checkpoint = replace(checkpoint, step=self.version)  # the others have gone on from there
-        if self._update_on_kvstore and self._exchange is not None:
-            self._exchange.fetch()
-        self._note_weights()
-        self._position = checkpoint.data
-        if self._queue is not None and checkpoint.data is not None:
-            self._queue.restore(checkpoint.data)
+        if steps.on_server:
+            steps.fetch()
+        feed.position = checkpoint.data
+        if feed.queue is not None and checkpoint.data is not None:
+            feed.queue.restore(checkpoint.data)
         return checkpoint
 
     def _updates_of(self, folder: Path) -> int:
-        """How many updates the weights of a checkpoint have had: steps that each worker had made, if it says those."""
-        steps = own_steps(folder) if self._between is not None and self._between.counts_steps else None
-        return updates_in(folder) * self._every if steps is None else steps
+        """Return the updates in the weights of a checkpoint: the steps of each worker, if the checkpoint has those."""
+        steps = self._start()
+        own = own_steps(folder) if steps.counts_steps else None
+        return updates_in(folder) * steps.every if own is None else own
 
     def _note_version(self, since: int) -> None:
-        """Remember how many steps the weights have after the exchanges since then: it follows not from their number."""
-        if self._between is not None and self._between.counts_steps and self._joined_at is None:
-            self._between.known += [(rounds, self._updates) for rounds in range(since + 1, self._between.rounds + 1)]
-
-    def _settle(self) -> None:
-        """Wait until nothing of this worker is under way that was made with weights which are replaced now."""
-        if self._between is not None:
-            self._between.settle()
+        if self._steps is not None and self._joined_at is None:
+            self._steps.note_version(since, self._model.updates)
 
     def _go_on_from(self, updates: int) -> int:
-        """How many updates what was loaded has had; a worker that joins a running job is some steps behind then."""
+        """Count from the updates of a loaded state; a worker that joins a running job is some steps behind then."""
+        model = self._model
         if self._take_part():
-            self._behind = max(self._updates - updates, 0)
+            self._feed.behind = max(model.updates - updates, 0)
         else:
-            self._loaded_updates += updates - self._updates
-            self._updates = updates
-            if self._between is not None:
-                self._note_version(since=self._between.rounds - 1)
+            self._loaded_updates += updates - model.updates
+            model.updates = updates
+            self._note_version(since=self._start().rounds - 1)
         return updates
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -681,7 +551,7 @@ class Trainer:
         are not used. The last pass, outside the context, sends the accumulated gradients. Without ``overlap=True`` it
         has no effect.
         """
-        return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
+        return contextlib.nullcontext() if self._steps is None else self._steps.paused()
 
     def close(self) -> None:
         """Release the parameters, and close the store if the trainer created it. A second call does nothing.
@@ -698,7 +568,8 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        self._release()
+        if self._steps is not None:
+            self._steps.close()
         try:
             if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
                 self._kvstore.close()
@@ -709,17 +580,10 @@ class Trainer:
 
     def _release_optimizer(self) -> None:
         """Let another trainer have the optimizer, unless a store that stays open has it with this one's rule."""
-        store, rule = self._kvstore, self._optimizer.rule()
-        is_held = isinstance(store, KVStore) and not store._closed and store._backend.optimizer is self._optimizer
-        if not is_held or copy.copy(self._optimizer).rule() == rule:
-            self._optimizer.release()
-
-    def _release(self) -> None:
-        """Let go of the parameters, and end what runs beside the steps."""
-        if self._overlap is not None:
-            self._overlap.remove_hooks()
-        if self._between is not None:
-            self._between.close()
+        store, optimizer = self._kvstore, self._model.optimizer
+        is_held = isinstance(store, KVStore) and not store._closed and store._backend.optimizer is optimizer
+        if not is_held or copy.copy(optimizer).rule() == optimizer.rule():
+            optimizer.release()
 
     @property
     def kvstore(self) -> KVStoreBase | None:
@@ -729,23 +593,24 @@ class Trainer:
     @property
     def optimizer(self) -> Optimizer:
         """Optimizer of this trainer. Its learning rate, wd and multipliers may change at any time."""
-        return self._optimizer
+        return self._model.optimizer
 
     @property
     def learning_rate(self) -> float:
         """Current learning rate, before multipliers of parameter groups; with a schedule, the rate of the last step."""
-        self._sync_hyperparameters()
-        schedule = self._optimizer.lr_scheduler
-        return self._optimizer.learning_rate if schedule is None else schedule(self._updates)
+        self._model.read_groups()
+        optimizer = self._model.optimizer
+        schedule = optimizer.lr_scheduler
+        return optimizer.learning_rate if schedule is None else schedule(self._model.updates)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, also on servers. Every worker must set the same rate.
 
         With ``overlap=True`` and a store that updates, a step begins when its first gradient is sent.
         """
-        self._sync_hyperparameters()
-        self._optimizer.learning_rate = lr
-        self._sync_hyperparameters()
+        self._model.read_groups()
+        self._model.optimizer.learning_rate = lr
+        self._model.read_groups()
 
     @property
     def grad_norm(self) -> float | None:
@@ -753,7 +618,7 @@ class Trainer:
 
         The same as the result of ``clip_grad_norm_``. None before the first step, and without `clip_norm`.
         """
-        return None if self._grad_norm is None else float(self._grad_norm)
+        return None if self._model.grad_norm is None else float(self._model.grad_norm)
 
     @property
     def version(self) -> int:
@@ -767,7 +632,7 @@ class Trainer:
         store and not a name: ``for step in range(trainer.version, steps)`` begins at their step.
         """
         self._take_part()
-        return self._updates
+        return self._model.updates
 
     @property
     def samples_seen(self) -> int:
@@ -787,8 +652,9 @@ class Trainer:
         """
         self._take_part()
         store = self._kvstore
-        if not isinstance(store, KVStore) or not self._update_on_kvstore or not self._trained:
-            return self._samples
+        is_counted = self._steps is not None and self._steps.on_server and bool(self._model.trained)
+        if not isinstance(store, KVStore) or not is_counted:
+            return self._model.samples
         found, is_answered = None, False
         while not is_answered:
             with contextlib.suppress(RolledBackError):  # ask again: the store has the weights of a snapshot now
@@ -798,13 +664,12 @@ class Trainer:
                 f"samples_seen: the workers of the store {store.type!r} hold the optimizer together, and none knows of"
                 " how many examples the steps of the others are; give update_on_kvstore=False"
             )
-        return self._samples if found is None else found[0]
+        return self._model.samples if found is None else found[0]
 
     @property
     def _counted_keys(self) -> list[int]:
-        """Of these servers say how many examples are in them: of one parameter for each part that is exchanged."""
-        places = [0] if self._between is None else self._between.counted
-        return [self._trained[place][0] for place in places]
+        """Keys of which servers count examples: a parameter of each part that is exchanged by itself."""
+        return [self._model.trained[position][0] for position in self._start().counted]
 
     @property
     def samples_dropped(self) -> int:
@@ -813,7 +678,7 @@ class Trainer:
         Only `kvdist.asynchronous` with ``max_delay`` drops gradients. A step of unknown size counts as 1. A warning is
         logged once when more than a fifth of all examples are dropped.
         """
-        return 0 if self._between is None else self._between.samples_dropped
+        return 0 if self._steps is None else self._steps.samples_dropped
 
     def advise_batch_size(self, batch_size: int) -> int:
         """Return the batch size at which this worker computes as long as the others, if the mean size is `batch_size`.
@@ -840,7 +705,7 @@ class Trainer:
         store = self._kvstore
         if not isinstance(store, KVStore) or store.num_workers == 1:
             return batch_size
-        if self._between is not None or store.type in ASYNCHRONOUS:
+        if policy_of(store) is not None or store.type in ASYNCHRONOUS:
             raise ConfigError(
                 "advise_batch_size is for workers that wait for each other in each step, which they do not under a"
                 " policy and on dist_async: leave it out"
@@ -857,244 +722,168 @@ class Trainer:
 
         ``reject_nonfinite=True`` and a `GradScaler` count them.
         """
-        return self._nonfinite_steps
+        return self._model.nonfinite_steps
 
-    def _start(self) -> None:
+    def _start(self) -> Steps:
+        """Return the steps of this trainer, which the first call chooses."""
         if self._closed:
             raise RuntimeError("this trainer has been closed; make another one")
         self._require_training_weights()
-        if self._started:
-            return
-        if isinstance(self._optimizer, TorchRule):
-            self._sync_hyperparameters()  # until the store has them, all may change
-        require_shapes(self._parameters)
+        if self._steps is not None:
+            return self._steps
+        model = self._model
+        if isinstance(model.optimizer, TorchRule):
+            model.read_groups()  # until the store has them, all may change
+        require_shapes(model.parameters)
         if not self._has_chosen:  # once, as others count the stores that are made
             compresses = self._compression_params is not None
-            self._kvstore = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
+            self._kvstore = choose_store(self._kvstore_wanted, model.num_devices, create_store, compresses)
             self._has_chosen = True
-        half_life = self._optimizer.average_half_life
+        half_life = model.optimizer.average_half_life
+        steps = None
         try:
-            self._start_with(self._kvstore)
-            self._started = True
-            if any(state is not None for state in self._loaded_states):
-                self._replace_states(self._loaded_states)
+            steps = self._choose_steps(self._kvstore)
+            steps.begin()
+            model.updates_here, self._steps = steps.updates_here, steps
+            if any(state is not None for state in model.loaded_states):
+                self._replace_states(model.loaded_states)
         except BaseException:  # as before, so that the next call may try again
-            self._started = False
-            self._release()
-            self._exchange = self._between = self._shared = self._overlap = None
-            self._update_on_kvstore = False
-            self._optimizer.change_here("average_half_life", half_life)
+            if steps is not None:
+                steps.close()
+            self._steps, model.shared, model.updates_here = None, None, True
+            model.optimizer.change_here("average_half_life", half_life)
             raise
-        self._loaded_states = ()
-        if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
+        model.loaded_states = ()
+        if any(isinstance(one, SplitSampler) for one in self._feed.handed_out):  # the store had but a name before
             self._warn_of_parts()
-        if self._undivided:
-            self._warn_of_whole_data(self._undivided)
+        if self._feed.undivided:
+            self._warn_of_whole_data(self._feed.undivided)
+        return steps
 
-    def _start_with(self, store: KVStoreBase | None) -> None:
+    def _choose_steps(self, store: KVStoreBase | None) -> Steps:
+        """Decide where weights are updated and how, agree with the other workers, and prepare the store.
+
+        Raises:
+            ConfigError, ValueError, TypeError: the arguments do not go together, or not with the store or its policy.
+            InitMismatch: the workers differ in their parameters or numbers.
+        """
+        model, policy = self._model, policy_of(store)
+        on_server = False
         if store is not None:
-            policy = policy_of(store)
+            clips = model.clip_norm is not None
             if policy is not None:
                 sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
-                require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise, store)
+                require_policy(policy, model.num_devices, model.clip_norm, sends_otherwise, store)
                 require_enough(policy, store.num_workers)
-            self._update_on_kvstore = policy is not None or decide_update_on_kvstore(
-                store,
-                self._kvstore_wanted,
-                self._update_on_kvstore_wanted,
-                self._parameters,
-                self._clip_norm is not None,
+            on_server = policy is not None or decide_update_on_kvstore(
+                store, self._kvstore_wanted, self._update_on_kvstore_wanted, model.parameters, clips
             )
-            require_survivable(store, self._update_on_kvstore)
-        if self._optimizer.average_half_life is not None:
-            require_averages(store, self._update_on_kvstore)
-        if store is not None:
-            self._begin_with(store)
+            require_survivable(store, on_server)
+        if model.optimizer.average_half_life is not None:
+            require_averages(store, on_server)
+        if store is None:
+            return AloneSteps(model, self._feed)
+        return self._steps_with(store, policy, on_server)
 
-    def _begin_with(self, store: KVStoreBase) -> None:
-        agreed = self._match_names(store) if isinstance(store, KVStore) else ""
-        policy = policy_of(store)
-        local_steps = updates_between(policy)
-        needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
+    def _steps_with(self, store: KVStoreBase, policy: TrainingPolicy | None, on_server: bool) -> Steps:
+        model, feed = self._model, self._feed
+        model.rank = store.rank
+        agreed = model.match_names(store) if isinstance(store, KVStore) else ""
         if isinstance(store, KVStore) and not self._has_keys:
             require_unused(store)
-        used = fit(store, self._parameters, needs_more, compression_of(policy, self._compression_params), here)
+        compression = compression_of(policy, self._compression_params)
+        used = prepare_store(store, model.parameters, self._overlaps or self._shares, compression, not on_server)
         refuse_overlap_of_snapshots(store, self._overlaps)
         if isinstance(store, KVStore) and self._watcher not in store._backend.rollback_watchers:
             store._backend.rollback_watchers.insert(0, self._watcher)
+        local_steps = policy is not None and updates_between(policy)
         outer = outer_optimizer(policy) if policy is not None and local_steps else None
         if outer is not None:  # then the weights of the servers are averaged, not those here
-            outer.change_here("average_half_life", self._optimizer.average_half_life)
-            self._optimizer.change_here("average_half_life", None)
+            outer.change_here("average_half_life", model.optimizer.average_half_life)
+            model.optimizer.change_here("average_half_life", None)
+        updates_here = model.optimizer if local_steps or not on_server else None
         words = "" if policy is None else f", policy {policy}"
         used.agree(
-            agreed
-            + statement(
-                self._parameters,
-                self._optimizer if here or local_steps else None,
-                self._clip_norm,
-                digest(self._loaded_states),
-            )
-            + words
+            agreed + statement(model.parameters, updates_here, model.clip_norm, digest(model.loaded_states)) + words
         )
         # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
-        sent = self._optimizer.twin() if self._overlaps else self._optimizer
-        if self._update_on_kvstore:
+        sent = model.optimizer.twin() if self._overlaps else model.optimizer
+        if on_server:
             used.set_optimizer(sent if outer is None else outer)
-        if self._shares and self._update_on_kvstore:
-            self._shared = SharedWeights([parameter for _, parameter in self._trained])
-        self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
-        if policy is not None:
-            self._between = self._exchange.between = self._exchanges_by(policy, self._exchange)
+        if self._shares and on_server:
+            model.shared = SharedWeights([parameter for _, parameter in model.trained])
         self._has_keys = True  # or some, if this fails
-        self._exchange.broadcast()
-        self._note_weights()
-        ballot = None if self._update_on_kvstore else self._exchange.open_ballot(self._optimizer)
+        exchange = Exchange(used, model, self._always_averages)
+        if policy is not None:
+            return steps_of_policy(policy, model, feed, exchange)
         if self._overlaps:
-            assert isinstance(used, KVStore)
-            self._optimizer.rescale_grad = self._scale / self._num_devices
-            sent_or_none = sent if self._update_on_kvstore else None
-            refresh = weakly(self._sync_hyperparameters)
-            more = (refresh, ballot, weakly(self._unused))
-            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, *more)
+            return OverlappedSteps(model, feed, exchange, sent if on_server else None)
+        return (ServerSteps if on_server else WorkerSteps)(model, feed, exchange)
 
-    def _exchanges_by(self, policy: TrainingPolicy, exchange: Exchange) -> Exchanges:
-        trained = [parameter for _, parameter in self._trained]
-        if isinstance(policy, LocalSteps) and policy.quorum is None:
-            ways = (exchange.update_some, exchange.begin_update, exchange.take)
-            return OuterSteps(policy, trained, self._unpushed, *ways, self._handed_out)
-        if isinstance(policy, Asynchronous):  # features at a seam: loaded where they are used
-            from kvdist.training.alone import AloneSteps
-
-            return AloneSteps(policy, trained, self._unpushed, exchange.update, exchange.report, exchange.take)
-        from kvdist.training.quota import QuorumSteps, QuotaSteps
-
-        kind = QuorumSteps if isinstance(policy, LocalSteps) else QuotaSteps
-        calls = (exchange.begin_update, exchange.report, exchange.take)
-        return kind(policy, trained, self._unpushed, *calls, self._handed_out, self._landed)
+    _always_averages = False
+    """Whether the store averages gradients also in steps with a batch size, as Horovod's trainer does."""
 
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")
-        self._start()
+        steps = self._start()
         if self._training_state is None:
-            where = (self._kvstore, self._update_on_kvstore, self._updates_between)
-            self._training_state = TrainingState(self._parameters, self._local, *where)
+            where = (self._kvstore, steps.on_server, steps.on_server and steps.updates_here)
+            self._training_state = TrainingState(self._model.parameters, self._model.local, *where)
         return self._training_state
 
     def _optimizer_states(self) -> Sequence[SliceState | None]:
         """The optimizer's state of each trained parameter; not a collective call."""
-        if not self._started:
-            return self._loaded_states
-        return self._state("state_dict").states([key for key, _ in self._trained])
+        if self._steps is None:
+            return self._model.loaded_states
+        return self._state("state_dict").states([key for key, _ in self._model.trained])
 
     def _load_optimizer_states(self, states: Sequence[SliceState | None]) -> None:
         """Load states: at the first step, or after it as soon as every worker has called this."""
-        if not self._started:
-            self._loaded_states = states
+        steps = self._steps
+        if steps is None:
+            self._model.loaded_states = states
             return
         self._require_nothing_sent("load_state_dict", "step()")
-        if isinstance(self._kvstore, KVStore) and not self._updates_between:
+        if isinstance(self._kvstore, KVStore) and not (steps.on_server and steps.updates_here):
             self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of no updates'}")
         self._replace_states(states)
 
     def _replace_states(self, states: Sequence[SliceState | None]) -> None:
-        self._state("load_state_dict").replace_states([key for key, _ in self._trained], states)
-
-    def _divisor(self, batch_size: float | None) -> float:
-        divisor = self._num_devices if batch_size is None else batch_size
-        if not 0 < real_number("batch_size", divisor) < BATCH_SIZE_LIMIT:
-            raise ValueError(
-                f"batch_size is {batch_size}; it is the number of examples in the gradients, above 0 and below 2^32"
-            )
-        return divisor
+        self._state("load_state_dict").replace_states([key for key, _ in self._model.trained], states)
 
     # A step.
 
-    def _step(self, batch_size: float | None, on_stale: Stale, samples: int | None = None) -> None:
-        divisor = self._divisor(batch_size)
-        if self._is_void:
-            self._go_back()
-            return
-        self._sync_hyperparameters()
-        refuse_untrained(self._untrained)
-        if self._overlap is not None:
-            self._warn_without(any(one.has_grad for _, one in self._trained))
-            self._finish_overlap(self._overlap, divisor, on_stale)
-            return
-        self._require_weights_unchanged()
-        grads = self._watch.grads(on_stale)
-        self._warn_without(any(grads))
-        self._require_finite(grads)
-        if self._between is not None:
-            samples = self._known_samples(self._between, samples)
-            self._between.require_alike(samples)
-        self._meet_others()
-        average: Average = batch_size is None if samples is None else "samples"
-        said = self._said(batch_size) if samples is None else samples
-        if self._exchange is None:
-            self._update_here(divisor, [grad is not None for grad in grads], said)
-        elif self._between is not None:
-            with self._between.stepping():
-                self._between.add(grads, samples or 0)
-                self._between.examples += said
-                self._between.given += said or 1  # as dropped ones count
-                if self._between.sums_gradients:
-                    self._optimizer.rescale_grad = self._scale / divisor
-                    self._watch.note_grads()
-                else:
-                    self._update_here(divisor, [grad is not None for grad in grads], 0)
-                    self._note_weights()
-                self._count_step(self._between)
-        elif self._update_on_kvstore:
-            with self._rescaled(divisor):
-                self._update_there(grads, average, said)
-        else:
-            # Each worker divides before the sum: others may give other sizes, or skip this step.
-            divide(grads, divisor)
-            given = self._exchange.sum(grads, average, said)
-            self._update_here(1, given, self._exchange.examples)
-
-    def _meet_others(self) -> None:
-        """Within `join`, say that this worker makes a step; nothing is sent after this that could be refused here."""
-        if self._join is not None:
-            self._sync_hyperparameters()
-            self._join.meet(NextStep.STEPS)
-
-    def _show_numbers(self) -> None:
-        """Let the groups of the torch optimizer follow numbers that came from another worker."""
-        if self._torch_optimizer is not None and not self._update_on_kvstore:
-            self._torch_optimizer.follow()
+    def _make_step(self, call: StepCall) -> None:
+        steps = self._start()
+        examples = self._feed.unused - steps.handed_out if call.samples is None else call.samples
+        with self._counting_what_leaves(), self._skipping_rollback():
+            self._take_part()
+            if self._is_void:
+                self._go_back()
+            else:
+                steps.step(call)
+        self._end_step(examples)
 
     def _skip_step(self) -> None:
         with self._counting_what_leaves(), self._skipping_rollback():
             if self._is_void:
                 self._go_back()
-                return
-            nothing: Grads = [None] * len(self._trained)
-            if self._between is not None:
-                self._watch.note_grads()
-                with self._between.stepping():
-                    self._count_step(self._between)
-            elif self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
-                self._watch.note_grads()
-            elif self._update_on_kvstore:
-                self._update_there(nothing, average=True, samples=0 if self._queue is None else self._queue.unused)
             else:
-                given = self._exchange.sum(nothing, average=True)
-                self._update_here(1, given, self._exchange.examples)
+                self._start().skip()
 
     def _step_of_torch(self, *, skip: bool) -> None:
         if skip:
-            self._nonfinite_steps += 1
+            self._model.nonfinite_steps += 1
             self.skip_step()
-            return
-        self._start()
-        examples = self._fresh
-        with self._counting_what_leaves(), self._skipping_rollback():
-            self._take_part()
-            self._step(None, Stale.USE)
+        else:
+            self._make_step(StepCall(None, None, Stale.USE))
+
+    def _end_step(self, examples: int) -> None:
+        """Count batches as used, and report to the scheduler now and then how the time of steps goes."""
         self._count_as_used()
-        self._report_times(examples)
+        times = self._speed.stepped(examples)
+        if times is not None and isinstance(self._kvstore, KVStore):
+            self._kvstore._backend.report_times(times)
 
     def _warn_of_parts(self) -> None:
         """Say once that a fixed part of the data does not go with workers at their own pace, if the store is known."""
@@ -1118,7 +907,7 @@ class Trainer:
 
     def _warn_of_whole_data(self, examples: int) -> None:
         """Say once that nothing divides the data over the workers; at the first step where the store has but a name."""
-        self._undivided = examples
+        self._feed.undivided = examples
         store = self._kvstore_wanted if self._kvstore is None else self._kvstore
         if not isinstance(store, KVStore) or store.num_workers == 1 or store.rank or self._has_warned:
             return
@@ -1131,50 +920,11 @@ class Trainer:
             examples,
         )
 
-    def _warn_without(self, has_grads: bool) -> None:
-        """Say once that a step has no gradient at all here; other workers may have some."""
-        if self._has_warned_of_grads or has_grads:
-            return
-        self._has_warned_of_grads = True
-        LOG.warning(
-            "step() found no gradient of the %d trained parameters (%s, ...): call loss.backward() before step(). Where"
-            " it was called, the parameters were replaced after the Trainer was created (a new layer, weight_norm,"
-            " load_state_dict(assign=True)): create it later. A worker without examples calls skip_step()",
-            len(self._trained),
-            self._trained[0][1].label,
-        )
-
-    def _known_samples(self, between: Exchanges, samples: int | None) -> int | None:
-        """Of how many examples a step is under a policy, also where `batches` knows it."""
-        if samples is not None or between.counts_steps:
-            return samples
-        return (self._handed if self._queue is None else self._unpushed() - between.handed_out) or None
-
-    def _count_step(self, between: Exchanges) -> None:
-        """A step of this worker is over; make an exchange if it is time."""
-        between.passed += 1
-        between.handed_out = self._unpushed()
-        self._updates += between.counts_steps
-        try:
-            between.after_step()
-        finally:
-            self._note_weights()  # they may have been written, also if it failed
-
-    def _landed(self, versions: int) -> None:
-        """The weights of so many versions more are here."""
-        self._updates += versions
-
     def _count_as_used(self) -> None:
-        """Of batches whose steps no exchange has taken to the servers, nothing counts yet."""
-        if self._between is None or (self._between.counts_steps and not self._between.passed):
-            count_as_used(self._handed_out)
-        self._handed = 0
-
-    def _report_times(self, examples: int) -> None:
-        """A step of so many examples is over: tell the scheduler, now and then, how the time goes."""
-        times = self._speed.stepped(examples)
-        if times is not None and isinstance(self._kvstore, KVStore):
-            self._kvstore._backend.report_times(times)
+        """Count batches as used, unless their steps are still to be exchanged."""
+        if self._steps is None or self._steps.is_exchanged:
+            self._feed.count_as_used()
+        self._feed.examples = 0
 
     @contextlib.contextmanager
     def _counting_what_leaves(self) -> Iterator[None]:
@@ -1188,8 +938,8 @@ class Trainer:
         except (KvdistError, FloatingPointError):
             raise
         except BaseException:
-            if self._batches_pushed > before and (self._between is None or self._between.counts_steps):
-                count_as_used(self._handed_out)
+            if self._batches_pushed > before and not (self._steps is not None and self._steps.has_own_pace):
+                self._feed.count_as_used()
             raise
 
     @property
@@ -1198,12 +948,8 @@ class Trainer:
         return backend.batches_pushed if isinstance(backend, DistBackend) else 0
 
     def _count_what_has_left(self) -> None:
-        """Count what has left and not returned, before what is not used goes to others or to a new iteration."""
-        if self._overlap is not None and self._overlap.is_open:
-            count_as_used(self._handed_out)
-        elif self._between is not None:
-            count_as_used(self._between.left())
-            self._between.handed_out = self._unpushed()
+        if self._steps is not None:
+            self._steps.count_what_has_left()
 
     def _take_part(self) -> bool:
         """Whether this worker has joined a running job; the others wait for its steps from the first call on."""
@@ -1211,17 +957,16 @@ class Trainer:
         if not isinstance(store, KVStore) or not store._backend.came_late or self._closed:
             return False
         if self._joined_at is None:
-            self._start()
-            self._joined_at = self._behind = store._backend.take_part() * self._every
+            steps = self._start()
+            self._joined_at = self._feed.behind = store._backend.take_part() * steps.every
             self._catch_up(self._joined_at)
         return True
 
     def _catch_up(self, version: int) -> None:
         """Take the weights that others have made while this worker was not awaited."""
-        self._updates = max(self._updates, version)
-        if self._exchange is not None and self._update_on_kvstore:
-            self._exchange.fetch()
-            self._note_weights()
+        self._model.updates = max(self._model.updates, version)
+        if self._steps is not None and self._steps.on_server:
+            self._steps.fetch()
 
     def _recount(self) -> None:
         """Ask servers how many updates there were, while no step is under way.
@@ -1229,12 +974,11 @@ class Trainer:
         Who made the last of them may be lost; and before the version from which on a worker that joins takes part,
         others may have found no data, so that some versions are made of nothing.
         """
-        store = self._kvstore
-        is_counted = self._between is None or not self._between.counts_steps
-        if isinstance(store, KVStore) and self._update_on_kvstore and self._trained and is_counted:
+        store, steps = self._kvstore, self._start()
+        if isinstance(store, KVStore) and steps.on_server and self._model.trained and not steps.counts_steps:
             totals = store._backend.totals(self._counted_keys)
             if totals is not None and totals[1] >= 0:
-                self._updates = totals[1]
+                self._model.updates = totals[1]
 
     @contextlib.contextmanager
     def _skipping_rollback(self) -> Iterator[None]:
@@ -1246,311 +990,45 @@ class Trainer:
 
     def _rolled_back(self, step: int) -> None:
         """A server was lost, and the store has the weights of a snapshot; whichever call has heard of it."""
-        self._updates = step * self._every + self._loaded_updates
+        updates = step * (1 if self._steps is None else self._steps.every) + self._loaded_updates
+        self._model.updates = updates if self._steps is None else self._steps.rewind(step, updates)
         self._is_void = True
-        if self._between is not None:
-            self._between.rewind(step)
-            for rounds, updates in self._between.known[-1:]:
-                self._updates = updates + (step - rounds) * self._every
-        if self._queue is not None:
-            self._queue.rolled_back()
+        if self._feed.queue is not None:
+            self._feed.queue.rolled_back()
 
     def _go_back(self) -> None:
         """Take the weights of a snapshot; this step is not made."""
-        self._watch.note_grads()
-        assert self._exchange is not None
+        self._model.watch.note_grads()
         while self._is_void:
             self._is_void = False
             with contextlib.suppress(RolledBackError):  # another server was lost meanwhile
-                self._exchange.fetch()
-        self._note_weights()
-
-    @property
-    def _updates_between(self) -> bool:
-        """Whether this worker updates its weights between two exchanges."""
-        return self._between is not None and not self._between.sums_gradients
-
-    @property
-    def _every(self) -> int:
-        """Steps for each update of the weights on the store."""
-        return 1 if self._between is None else self._between.every
-
-    def _unused(self) -> int:
-        """How many examples `batches` has handed out that no push has."""
-        return self._handed if self._queue is None else self._queue.unused
-
-    @property
-    def _fresh(self) -> int:
-        """How many examples `batches` has handed out since the last step."""
-        return self._unused() - (0 if self._between is None else self._between.handed_out)
-
-    def _unpushed(self) -> int:
-        """The same of a queue alone, which counts what pushes bring."""
-        return 0 if self._queue is None else self._queue.unused
-
-    def _said(self, batch_size: float | None) -> int:
-        """Of how many examples a step is that does not say its samples; 0 if that is not known."""
-        handed_out, size = self._unused(), 0 if batch_size is None else max(1, round(batch_size))
-        return handed_out if handed_out or self._queue is not None else size
-
-    def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
-        stale = self._watch.left_out(Stale.USE if on_stale is Stale.USE else Stale.LEAVE_OUT)
-        changed = self._watch.changed()
-        try:
-            given = overlap.finish(frozenset(position for position, _ in stale))
-        finally:
-            self._note_weights()  # they were written, also if it failed
-        if self._update_on_kvstore:
-            self._updates += 1
-            self._watch.note_grads()
-        else:
-            self._update_here(divisor, given, overlap.examples)
-        if on_stale is Stale.REFUSE:
-            self._watch.refuse(stale, "other gradients were sent already, so this step was made without it")
-        # Only after the transfers have ended; by then the store's weights have replaced the changed ones.
-        refuse_changed(changed, "gradients were sent already, so this step was made and the change is lost")
-
-    def _update_there(self, grads: Grads, average: Average, samples: int) -> None:
-        assert self._exchange is not None
-        try:
-            self._grad_norm = self._exchange.update(grads, average, samples, self._clip_norm)
-        finally:
-            self._note_weights()  # they were written, also if it failed
-        self._updates += 1
-        self._samples += samples
-        self._watch.note_grads()
-
-    def _update_here(self, divisor: float, given: list[bool], samples: int) -> None:
-        self._sync_hyperparameters()
-        members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
-        with self._rescaled(divisor):
-            if self._clip_norm is not None:
-                self._clip([parameter for _, parameter in members], self._clip_norm)
-            self._local.apply(members)
-        for _, parameter in self._trained:
-            parameter.drop_filled()
-        self._updates += self._between is None
-        self._samples += samples
-        self._watch.note_grads()
-
-    @contextlib.contextmanager
-    def _rescaled(self, divisor: float) -> Iterator[None]:
-        """Divide gradients within it; the optimizer is the user's, and a copy of it must not keep the divisor."""
-        self._optimizer.rescale_grad = self._scale / divisor
-        try:
-            yield
-        finally:
-            self._optimizer.rescale_grad = self._scale
-
-    def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
-        """Scale ``grad`` to what the rule applies, and clip it; all replicas of a parameter have the same gradient."""
-        scale(parameters, self._optimizer.rescale_grad)
-        self._optimizer.rescale_grad = 1.0
-        for device in reversed(range(self._num_devices)):  # the first one's norm is kept
-            replicas = [parameter.replicas[device] for parameter in parameters]
-            self._grad_norm = torch.nn.utils.clip_grad_norm_(replicas, clip_norm)
-
-    def _sync_hyperparameters(self) -> None:
-        """Exchange learning rate and weight decay with the groups of the torch optimizer."""
-        if self._torch_optimizer is not None:
-            updates_there = self._started and self._update_on_kvstore and not self._updates_between
-            self._torch_optimizer.tell(updates_here=not updates_there)
-
-    def _note_weights(self) -> None:
-        if self._update_on_kvstore:
-            self._watch.note_weights()
+                self._start().fetch()
 
     def _require_nothing_sent(self, method: str, first: str) -> None:
-        if self._overlap is not None and self._overlap.is_open:
-            refuse_sent(method, first)
-
-    def _require_weights_unchanged(self) -> None:
-        if self._shared is not None:
-            self._shared.require_unchanged()
-        refuse_changed(self._watch.changed(), "nothing was sent in this step")
-
-    def _require_finite(self, grads: Grads) -> None:
-        self._nonfinite_steps += 1  # unless they are finite
-        if self._rejects_nonfinite:
-            rank = 0 if self._kvstore is None else self._kvstore.rank
-            refuse_nonfinite(self._trained, grads, rank, self._local.devices)
-        self._nonfinite_steps -= 1
+        if self._steps is not None:
+            self._steps.require_nothing_sent(method, first)
 
 
-# The exchange of a step.
+def steps_of_policy(policy: TrainingPolicy, model: Model, feed: Feed, exchange: Exchange) -> Steps:
+    """Return the steps of a policy; their modules are loaded where they are used."""
+    if isinstance(policy, LocalSteps) and policy.quorum is None:
+        return OuterSteps(policy, model, feed, exchange)
+    if isinstance(policy, Asynchronous):
+        from kvdist.training.asynchronous import AsynchronousSteps
+
+        return AsynchronousSteps(policy, model, feed, exchange)
+    from kvdist.training.quota import QuorumSteps, QuotaSteps
+
+    return (QuorumSteps if isinstance(policy, LocalSteps) else QuotaSteps)(policy, model, feed, exchange)
 
 
-class Exchange:
-    """The exchange of a trainer with its store.
+def weakly(method: Callable[[int], object]) -> Callable[[int], None]:
+    """Wrap a method so that it does not keep its object alive; without the object a call does nothing."""
+    reference = weakref.WeakMethod(method)
 
-    Args:
-        store: the store.
-        parameters: all of the trainer's.
-        trained: keys and parameters that have gradients.
-        shared: the parameters that show the servers' memory; None without ``share_weights``.
-    """
+    def call(number: int) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(number)
 
-    def __init__(
-        self,
-        store: KVStore | Adapted,
-        parameters: Sequence[Parameter],
-        trained: Sequence[tuple[int, Parameter]],
-        shared: SharedWeights | None = None,
-    ) -> None:
-        self._store = store
-        self._parameters = parameters
-        self._trained = trained
-        self._keys = [key for key, _ in trained]
-        self._ballot: Ballot | None = None
-        self._shared = shared
-        self.always_averages = False
-        """Whether sums are averages in steps with a batch size too."""
-        self.between: Exchanges | None = None
-        """What a worker does between two exchanges, by a policy."""
-        self.examples = 0
-        """Of how many the gradients of all workers in the last sum were, as far as that is known."""
-
-    def broadcast(self) -> None:
-        """Copy rank 0's weights to all workers."""
-        if self._shared is not None:
-            self._shared.own()
-        replicas = [parameter.carried for parameter in self._parameters]
-        self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
-        if self.between is not None:
-            self.between.begin()
-
-    def fetch(self) -> None:
-        """Write the store's current values into all parameters."""
-        if self._shared is not None:
-            self._shared.own()
-        assert isinstance(self._store, KVStore)
-        self._store.pull(list(range(len(self._parameters))), out=[one.carried for one in self._parameters])
-        if self.between is not None:
-            self.between.begin()
-
-    def open_ballot(self, optimizer: Optimizer) -> Ballot | None:
-        """Make the ballot, which `sum` needs; None for a single worker.
-
-        Args:
-            optimizer: what each worker updates with.
-        """
-        store, key = self._store, len(self._parameters)
-        if store.num_workers == 1:
-            return None
-        store.leave_uncompressed([key])
-        self._ballot = Ballot(key, optimizer, len(self._trained), store.rank, store.num_workers)
-        blank = torch.from_numpy(np.zeros_like(self._ballot.cast([False] * len(self._trained), average=False)))
-        named = NamedKey(key, "the vote on who has which gradients")
-        store.broadcast([named], [blank], out=[[blank]])
-        return self._ballot
-
-    def update(self, grads: Grads, average: Average, samples: int, clip_norm: float | None = None) -> float | None:
-        """Send gradients to a store that updates, and get the new weights; the norm, if they are clipped."""
-        weights = [parameter.replicas for _, parameter in self._trained]
-        if clip_norm is not None:
-            assert isinstance(self._store, KVStore)
-            return self._store.pushpull_clipped(self._keys, grads, clip_norm, weights, average=average, samples=samples)
-        if self._shared is None:
-            self._store.pushpull(self._keys, grads, out=weights, average=average, samples=samples)
-            return None
-        assert isinstance(self._store, KVStore)
-        shown = self._store.pushpull_shared(self._keys, grads, weights, average=average, samples=samples)
-        self._shared.take(shown)
-        return None
-
-    def update_some(self, grads: Grads, average: Average, samples: int, which: Sequence[int]) -> None:
-        """The same of some of the trained parameters, by their positions."""
-        keys, weights = [self._keys[one] for one in which], [self._trained[one][1].replicas for one in which]
-        self._store.pushpull(keys, grads, out=weights, average=average, samples=samples)
-
-    def begin_update(
-        self, grads: Grads, average: Average, samples: int, out: list[torch.Tensor], which: Sequence[int] | None = None
-    ) -> Future[Any]:
-        """Send what an exchange is of, of all parameters or of some.
-
-        Returns:
-            A future, which is done when the new weights are in `out`, one tensor a parameter.
-        """
-        assert isinstance(self._store, KVStore)
-        keys = self._keys if which is None else [self._keys[one] for one in which]
-        places = [[one] for one in out]
-        return self._store.pushpull_async(keys, grads, out=places, average=average, samples=samples)
-
-    def report(self, samples: int, when: DueWhen, quota: int, now: bool, together: bool) -> Future[Due | None]:
-        """Say how much there is since the last push; see `DistBackend.report_progress`."""
-        return self._backend.report_progress(self._keys[0], samples, when, quota, now, together)
-
-    def take(self, future: Future[Any]) -> Any:
-        """The result of one of these futures."""
-        return self._backend.wait(future)
-
-    @property
-    def _backend(self) -> DistBackend:
-        assert isinstance(self._store, KVStore) and isinstance(self._store._backend, DistBackend)
-        return self._store._backend
-
-    def sum(self, grads: Grads, average: Average, samples: int = 0) -> list[bool]:
-        """Replace the gradients, on every device, by their sums over devices and workers.
-
-        Args:
-            grads: per trained parameter, on every device; None without one.
-            average: whether the sums are divided: by the number of workers, or by that of all samples.
-            samples: of how many examples this worker's are; 0 if that is not known.
-
-        Returns:
-            For each trained parameter whether any worker had a gradient. Without one, it has none afterwards.
-
-        Raises:
-            ValueError: some workers average and others sum, on a store that cannot mix the two; or only some give
-                their samples.
-            OptimizerMismatch: the workers' optimizers have different numbers.
-        """
-        is_weighted = average == "samples"
-        average = self.always_averages or (average is True)
-        here = [grad is not None for grad in grads]
-        if self._ballot is None:
-            self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
-            self.examples = samples
-            return here
-        if is_weighted:
-            refuse_overflow(grads)
-            divide(grads, 1 / samples)
-        vote = self._ballot.cast(here, average and not is_weighted, is_weighted, samples)
-        self._sum(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
-        given, (averaging, summing, weighing) = self._ballot.read(vote)
-        for (_, parameter), is_given in zip(self._trained, given, strict=True):
-            if not is_given:
-                parameter.drop_filled()
-        self._ballot.require_equal_numbers(vote)
-        self.examples = self._ballot.examples(vote)
-        if weighing:
-            if averaging or summing:
-                raise ValueError(
-                    "some workers called step(samples=n), which weighs their gradients, and others step() or"
-                    " step(batch_size): call the same on all workers"
-                )
-            scale([parameter for _, parameter in self._trained], 1 / (self.examples * self._ballot.share(vote)))
-        if averaging and summing and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
-            raise ValueError(
-                "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
-                f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"
-            )
-        return given
-
-    def _sum(
-        self, positions: Sequence[int], grads: Grads, average: bool, vote: tuple[int, torch.Tensor] | None = None
-    ) -> None:
-        """Sum the gradients at these positions, and a vote: its key and its array."""
-        members = [self._trained[position] for position in positions]
-        for _, parameter in members:
-            parameter.fill_grads()
-        keys = [key for key, _ in members]
-        given = [grads[position] for position in positions]
-        places = [parameter.grads() or [] for _, parameter in members]
-        if vote is not None:
-            key, ballot = vote
-            keys, given, places = [*keys, key], [*given, [ballot]], [*places, [ballot]]
-        # In place is cheaper, and the usual case: every result has a given gradient.
-        complete = all(one is not None and len(one) == len(place) for one, place in zip(given, places, strict=True))
-        if keys:
-            self._store.pushpull(keys, given, out=None if complete else places, average=average)
+    return call

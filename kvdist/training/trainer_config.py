@@ -374,7 +374,7 @@ def statement(
     return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}"
 
 
-def fit(
+def prepare_store(
     store: KVStoreBase,
     parameters: Sequence[Parameter],
     needs_more: bool,
@@ -580,19 +580,16 @@ def refuse_overflow(grads: Grads) -> None:
         )
 
 
-def require_samples(samples: float, batch_size: float | None, overlaps: bool = False, handed_out: int = 0) -> int:
+def require_samples(samples: float, batch_size: float | None, handed_out: int = 0) -> int:
     """Return the number of examples of a mean, as a whole number.
 
     Args:
         samples, batch_size: as of a step.
-        overlaps: whether gradients were sent already.
         handed_out: how many a `QueueSampler` has handed out since the last step; 0 without one.
 
     Raises:
         ValueError: it is out of range or no whole number, or contradicts something.
     """
-    if overlaps:
-        refuse_size(f"step(samples={samples})")
     if batch_size is not None:
         raise ValueError(
             f"step({batch_size}, samples={samples}): batch_size is for losses that are sums, samples for losses that"

@@ -30,14 +30,14 @@ def weight_of(store):
 
 def note_pushes(trainer):
     """Note what each push has: its first number and its examples, or None."""
-    between, pushes = trainer._between, []
-    push = between._push
+    steps, pushes = trainer._steps, []
+    push = steps._exchange.begin_update
 
     def noted(grads, average, samples, out):
         pushes.append(None if grads[0] is None else (grads[0][0][0].item(), samples))
         return push(grads, average, samples, out)
 
-    between._push = noted
+    steps._exchange.begin_update = noted
     return pushes
 
 
@@ -116,15 +116,15 @@ def test_what_is_late_is_damped():
     with kv.create("dist", policy="async:inverse") as store:
         weight, trainer = weight_of(store)
         trainer._start()
-        between, delays = trainer._between, []
-        take = between._take
+        steps, delays = trainer._steps, []
+        take = steps._exchange.take
 
         def noted(future):
             due = take(future)
             delays.append(due.delay)
             return due
 
-        between._take = noted
+        steps._exchange.take = noted
         for _ in range(20):
             time.sleep(SLOWNESS[store.rank])
             weight.grad = torch.full_like(weight, -1.0)

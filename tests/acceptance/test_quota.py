@@ -36,9 +36,9 @@ def batch(rank, step):
     return DATA[begin : begin + 2 + rank].double()
 
 
-def watch_pushes(between, made, now):
+def watch_pushes(steps, made, now):
     """Note which steps are in each push: `now` ends with the present one."""
-    add, push, open_ = between.add, between._push, []
+    add, push, open_ = steps.add, steps._exchange.begin_update, []
 
     def adds(grads, samples):
         open_.append(now[-1])
@@ -49,7 +49,7 @@ def watch_pushes(between, made, now):
         open_.clear()
         return push(*given)
 
-    between.add, between._push = adds, pushes
+    steps.add, steps._exchange.begin_update = adds, pushes
 
 
 def gradients_again(history, net, rate):
@@ -83,7 +83,7 @@ def test_each_version_is_the_step_of_one_process_with_the_examples_in_it(word):
             backward(net, batch(store.rank, step))
             if not step:
                 trainer._start()
-                watch_pushes(trainer._between, made, now)
+                watch_pushes(trainer._steps, made, now)
             now.append((store.rank, step, seen))
             trainer.step(samples=2 + store.rank)
         trainer.exchange()
@@ -141,7 +141,7 @@ def test_local_steps_end_with_the_same_weights_everywhere_and_none_is_lost(word)
             weight.grad = torch.full_like(weight, -1.0)
             if not step:
                 trainer._start()
-                watch_pushes(trainer._between, made, now)
+                watch_pushes(trainer._steps, made, now)
             now.append((store.rank, step, 0))
             before, version = weight.detach().clone(), trainer.version
             trainer.step(samples=2 + store.rank)

@@ -393,14 +393,14 @@ def test_the_environment_says_who_updates_for_those_who_do_not(monkeypatch, sett
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", setting)
     trainer = make([parameter()])
     trainer.broadcast_parameters()
-    assert trainer._update_on_kvstore is expected
+    assert trainer._steps.on_server is expected
     trainer = make([parameter()], update_on_kvstore=not expected)
     trainer.broadcast_parameters()
-    assert trainer._update_on_kvstore is not expected
+    assert trainer._steps.on_server is not expected
 
 
 def test_the_names_of_the_old_store_are_written_in_any_case(monkeypatch):
     monkeypatch.setattr("kvdist.training.trainer_config.BIG_PARAMETER_ELEMENTS", 3)
     trainer = make([[parameter(), parameter()]], kvstore="LOCAL")
     trainer.broadcast_parameters()
-    assert trainer._update_on_kvstore is False
+    assert trainer._steps.on_server is False

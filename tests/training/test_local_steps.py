@@ -16,9 +16,12 @@ import kvdist
 from kvdist.config.policies import policy_from
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
+from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Due
-from kvdist.training.alone import DROPS
+from kvdist.training.asynchronous import DROPS
+from kvdist.training.data import Feed
 from kvdist.training.local_steps import OuterSteps, split_evenly
+from kvdist.training.model import Model
 from kvdist.training.parameters import collect
 from kvdist.training.quota import QuorumSteps, QuotaSteps
 from kvdist.training.trainer_config import require_policy
@@ -78,23 +81,31 @@ class Queue:
     def _use(self, iteration, used, unknown):
         self.used = used
 
+    @property
+    def unused(self):
+        return self.handed - self.used
+
 
 class Job:
-    """A worker of a policy with nobody else, whose pushes are under way until `answer`."""
+    """A worker of a policy with nobody else, and its exchange, whose pushes are under way until `answer`."""
 
     def __init__(self, policy):
-        self.queue, self.handed_out, self.pushes = Queue(), {}, []
+        self.feed, self.pushes = Feed(), []
+        self.queue = self.feed.queue = Queue()
         self.weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-        ways = (self.update, self.push, Future.result)
-        self.steps = OuterSteps(policy, collect(self.weights, None), self.unpushed, *ways, self.handed_out)
+        self.model = Model(collect(self.weights), create("sgd"), None, False)
+        self.steps = self.steps_of(policy)
 
-    def unpushed(self):
-        return self.queue.handed - self.queue.used
+    def steps_of(self, policy):
+        return OuterSteps(policy, self.model, self.feed, self)
 
-    def update(self, grads, average, samples, which):
+    def take(self, future):
+        return future.result()
+
+    def update_some(self, grads, average, samples, which):
         raise AssertionError("nothing waits for an answer here")
 
-    def push(self, grads, average, samples, out, which):
+    def begin_update(self, grads, average, samples, out, which):
         future = Future()
         self.pushes.append((tuple(which), samples, future, out, [grad and grad[0].clone() for grad in grads]))
         return future
@@ -107,12 +118,12 @@ class Job:
 
     def step(self, examples):
         self.queue.handed += examples
-        self.handed_out[self.queue] = (1, self.queue.handed, "")
+        self.feed.handed_out[self.queue] = (1, self.queue.handed, "")
         self.steps.add([], 0)
         for weight in self.weights:
             weight.data.add_(1)
         self.steps.passed += 1
-        self.steps.handed_out = self.unpushed()
+        self.steps.handed_out = self.feed.unpushed
         self.steps.after_step()
 
 
@@ -120,25 +131,27 @@ class QuotaJob(Job):
     """The same under a quota of which each step is enough; a push is made as soon as the one before is answered."""
 
     def __init__(self, policy):
-        super().__init__(kvdist.local_sgd(1))
-        self.versions, due, self.interrupts, self.made = 0, Future(), False, queue.SimpleQueue()
-        due.set_result(Due(0, 0, False, 0))
-        calls = (self.push_all, lambda *_: due, self.take, self.handed_out, self.landed)
-        kind = QuotaSteps if isinstance(policy, kvdist.Quota) else QuorumSteps
-        self.steps = kind(policy, collect(self.weights, None), self.unpushed, *calls)
+        self.interrupts, self.made = False, queue.SimpleQueue()
+        super().__init__(policy)
 
-    def push_all(self, grads, average, samples, out):
-        future = self.push(grads, average, samples, out, range(3))
+    def steps_of(self, policy):
+        kind = QuotaSteps if isinstance(policy, kvdist.Quota) else QuorumSteps
+        return kind(policy, self.model, self.feed, self)
+
+    def begin_update(self, grads, average, samples, out):
+        future = super().begin_update(grads, average, samples, out, range(3))
         self.made.put(future)
         return future
+
+    def report(self, samples, when, quota, now, together):
+        due = Future()
+        due.set_result(Due(0, 0, False, 0))
+        return due
 
     def take(self, future):
         if self.interrupts and not future.done():
             raise KeyboardInterrupt
         return future.result()
-
-    def landed(self, versions):
-        self.versions += versions
 
     def answer_and_push(self, number, value):
         self.answer(number, value)
@@ -147,13 +160,13 @@ class QuotaJob(Job):
 
     def step(self, examples, grad=0.0):
         self.queue.handed += examples
-        self.handed_out[self.queue] = (1, self.queue.handed, "")
+        self.feed.handed_out[self.queue] = (1, self.queue.handed, "")
         with self.steps.stepping():
             self.steps.add([[torch.full((2,), grad)]] * 3, examples)
-            for weight in self.weights if not self.steps.sums_gradients else ():
+            for weight in self.weights if self.steps.updates_here else ():
                 weight.data.add_(1)
             self.steps.passed += 1
-            self.steps.handed_out = self.unpushed()
+            self.steps.handed_out = self.feed.unpushed
             self.steps.after_step()
 
 
@@ -171,7 +184,7 @@ def test_where_an_exchange_takes_longer_than_a_step_a_worker_takes_the_newest_we
             seen.append(job.weights[0][0].item())
             job.step(10 ** (number + 1), 1.5 + number)
             assert job.weights[0][0] == 10.0 + number
-            assert job.versions == number + 1
+            assert job.model.updates == number + 1
     assert seen == [0, 10, 11, 12], "steps are made with the weights with which they have begun"
     pushes = [(push[1], first_of(push)) for push in job.pushes]
     assert pushes == [(1, 0.5), (0, None), (10, 1.5), (100, 2.5), (1000, 3.5)]
@@ -204,7 +217,7 @@ def test_whatever_is_answered_when_a_worker_has_the_newest_weights_and_its_steps
             present = [first_of(push) or 0 for push in job.pushes[: len(values)]]
             assert job.weights[0][0] == (values[-1] if values else 0) + steps + sum(present)
             assert job.queue.used == sum(push[1] for push in job.pushes[: len(values)])
-            assert job.versions == len(values)
+            assert job.model.updates == len(values)
 
 
 @each("local_steps", [False, True])
@@ -220,7 +233,7 @@ def test_a_wait_for_new_weights_that_is_interrupted_forgets_nothing(local_steps)
         job.answer(0, 10.0)
         with pytest.raises(KeyboardInterrupt):
             job.step(100, 2.5)
-    assert job.versions == 1
+    assert job.model.updates == 1
     assert job.weights[0][0] == (12 if local_steps else 10), "with the two steps meanwhile"
     mean = (10 * 1.5 + 100 * 2.5) / 110
     assert [first_of(push) for push in job.pushes] == ([-1, -2] if local_steps else [0.5, pytest.approx(mean)])
@@ -237,7 +250,7 @@ def test_a_push_that_fails_raises_once_and_counts_as_pushed(local_steps):
         job.step(100, 2.5)
         job.answer(1, 10.0)
         job.step(1000, 3.5)
-    assert job.versions == 2
+    assert job.model.updates == 2
     assert first_of(job.pushes[1]) == (-2 if local_steps else pytest.approx((10 * 1.5 + 100 * 2.5) / 110))
     assert job.weights[0][0] == (11 if local_steps else 10)
 
@@ -245,7 +258,7 @@ def test_a_push_that_fails_raises_once_and_counts_as_pushed(local_steps):
 def test_what_a_push_could_not_send_is_in_the_next_one():
     job = QuotaJob(kvdist.quota(8))
     with contextlib.closing(job.steps):
-        with mock.patch.object(job.steps, "_push", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(job, "begin_update", side_effect=MemoryError), pytest.raises(MemoryError):
             job.step(2, 1.0)
         job.step(6, 3.0)
     assert [(push[1], first_of(push)) for push in job.pushes] == [(8, 2.5)]
@@ -294,7 +307,7 @@ def test_steps_that_do_not_say_their_examples_count_as_one_each_beside_those_tha
             trainer.step()
         assert trainer.samples_dropped == 0
         for _ in range(DROPS):
-            trainer._between._drop(0)
+            trainer._steps._drop(0)
     assert trainer.samples_dropped == 10
     said = f"10 of the {steps} examples of this worker came too late and were dropped, under the policy async:2"
     assert (said in caplog.text) is warns

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from kvdist.errors import ForkError, PeerLostError
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
-from kvdist.training import trainer as trainer_module
+from kvdist.training import overlap as overlap_module
 from kvdist.training.overlap import Overlap
 from kvdist.training.trainer import Trainer
 from tests.cases import each
@@ -69,7 +69,7 @@ class Cluster(KVStore):
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Buckets of 40 bytes: in `network` the last layer is one, and so on."""
-    monkeypatch.setattr(trainer_module, "Overlap", functools.partial(Overlap, bucket_bytes=40))
+    monkeypatch.setattr(overlap_module, "Overlap", functools.partial(Overlap, bucket_bytes=40))
 
 
 def parameter(number=0.0, shape=(10,)):
@@ -272,7 +272,7 @@ def test_a_gradient_that_is_changed_between_backward_and_step_is_an_error(change
     change(weight)
     with pytest.raises(RuntimeError, match=r"gradient of 'w' was changed.*clipping.*allreduce_grads\(average=True\)"):
         trainer.step()
-    assert not trainer._overlap.is_open
+    assert not trainer._steps.buckets.is_open
 
 
 def test_where_workers_update_gradients_can_be_clipped_after_allreduce_grads():

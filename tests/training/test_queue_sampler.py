@@ -44,7 +44,7 @@ def trainer_on():
 
 
 def weight_of(trainer):
-    return trainer._parameters[0].replicas[0]
+    return trainer._model.parameters[0].replicas[0]
 
 
 def train(trainer, loader, steps=None):

@@ -276,7 +276,7 @@ def test_the_store_local_leaves_big_parameters_to_the_devices(created, monkeypat
         replicas = [parameter(), parameter()]
         trainer = Trainer([replicas], "sgd", kvstore=kvstore)
         trainer.broadcast_parameters()
-        assert trainer._update_on_kvstore is expected
+        assert trainer._steps.on_server is expected
 
 
 def test_asynchronous_stores_and_stores_that_cannot_update_say_what_they_need():
@@ -661,7 +661,7 @@ def test_a_step_without_any_gradient_is_told_once(caplog, kvstore, options, late
         if step == 2 * late:
             net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
             assert "found no gradient" not in caplog.text
-        for one in trainer._parameters:
+        for one in trainer._model.parameters:
             one.replicas[0].grad = None
         net.zero_grad()
         net(torch.ones(4, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""`AloneSteps` of a trainer: each step is a push and a version, as on ``dist_async``, but a server is asked before it.
+"""`AsynchronousSteps` of a trainer: each step is a push and a version, as on ``dist_async``, but asks a server before.
 
 It says how late the gradient is, once for all slices (`kvdist.core.server.progress`). A gradient that is too late is
 dropped: the push that brings the new weights is empty.
@@ -6,15 +6,13 @@ dropped: the push that brings the new weights is empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
-
 from kvdist.config.policies import DAMPINGS, DELAY_MAX, Asynchronous
-from kvdist.kvstore.backend import Average
-from kvdist.protocol.messages import Due, DueWhen
-from kvdist.training.local_steps import LOG, Exchanges
-from kvdist.training.parameters import Grads, Parameter
+from kvdist.protocol.messages import DueWhen
+from kvdist.training.data import Feed
+from kvdist.training.exchange import Exchange
+from kvdist.training.local_steps import LOG, PolicySteps
+from kvdist.training.model import Model
+from kvdist.training.parameters import Grads
 
 DROPS = 10
 """After so many gradients that came too late …"""
@@ -22,41 +20,28 @@ DROPPED_SHARE = 0.2
 """… it is said whether they are more than this share of the examples of a worker."""
 
 
-class AloneSteps(Exchanges):
+class AsynchronousSteps(PolicySteps):
     """Asks before each push.
 
     Args:
-        policy: how late a gradient may be, and what it counts then.
-        parameters, unpushed: as of `Exchanges`.
-        update: pushes gradients and writes the new weights; see `Exchange.update`.
-        report: asks; see `DistBackend.report_progress`.
-        take: the result of a future of that.
+        policy: how late a gradient may be, and the weight of a late gradient.
+        model, feed, exchange: as of `PolicySteps`.
     """
 
-    sums_gradients = True
+    updates_here = False
     keeps_weights = False
 
-    def __init__(
-        self,
-        policy: Asynchronous,
-        parameters: Sequence[Parameter],
-        unpushed: Callable[[], int],
-        update: Callable[[Grads, Average, int], object],
-        report: Callable[[int, DueWhen, int, bool, bool], Future[Due | None]],
-        take: Callable[[Future[Any]], Any],
-    ) -> None:
+    def __init__(self, policy: Asynchronous, model: Model, feed: Feed, exchange: Exchange) -> None:
         self._policy = policy
         self._limit = DELAY_MAX if policy.max_delay is None else policy.max_delay
         self._damping = DAMPINGS[policy.damping]
-        self._update = update
-        self._report = report
-        self._take = take
         self._grads: Grads = []
         self._drops = 0
-        super().__init__(parameters, unpushed)
+        super().__init__(model, feed, exchange)
 
-    def require_alike(self, samples: int | None) -> None:
-        """Steps may be of any kind: each is a version of its own."""
+    def _apply(self, grads: Grads, divisor: float) -> None:
+        self._model.optimizer.rescale_grad = self._model.scale / divisor
+        self._model.watch.note_grads()
 
     def add(self, grads: Grads, samples: int) -> None:
         super().add(grads, samples)
@@ -64,16 +49,16 @@ class AloneSteps(Exchanges):
 
     def after_step(self) -> None:
         grads, self._grads = self._grads, []
-        examples = self._unpushed() or self.examples
-        due = self._take(self._report(examples, DueWhen.ASYNC, self._limit, False, False))
+        examples = self._feed.unpushed or self.examples
+        due = self._exchange.take(self._exchange.report(examples, DueWhen.ASYNC, self._limit, False, False))
         weight = self._damping(due.delay)
         if due.delay > self._limit:
             self._drop(examples)
             grads = []
         elif weight < 1:
             grads = [given and [one * weight for one in given] for given in grads]
-        self._update(grads or [None] * len(self._weights), True, examples)
-        self.begin()
+        self._exchange.update(grads or [None] * len(self._weights), True, examples)
+        self.restart()
 
     def finish(self, together: bool) -> None:
         """Each step has done so."""
