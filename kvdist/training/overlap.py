@@ -34,7 +34,7 @@ from kvdist.training.grad_checks import Stale, refuse_changed
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads, Parameter
 from kvdist.training.steps import StepCall, StoreSteps
-from kvdist.training.trainer_config import refuse_sent, refuse_size, refuse_updated_there
+from kvdist.training.trainer_config import refuse_sent, refuse_updated_there
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,6 @@ class OverlappedSteps(StoreSteps):
         model.optimizer.rescale_grad = model.scale / model.num_devices
 
     def step(self, call: StepCall) -> None:
-        if call.batch_size is not None or call.samples is not None:
-            refuse_size(f"step({call.batch_size})" if call.samples is None else f"step(samples={call.samples})")
         model = self._model
         model.read_groups()
         model.refuse_untrained()
@@ -90,11 +88,6 @@ class OverlappedSteps(StoreSteps):
         raise RuntimeError("skip_step() is too late with overlap=True: gradients leave during backward()")
 
     def sum_gradients(self, average: bool, on_stale: Stale) -> None:
-        if not average:
-            raise ValueError(
-                "with overlap=True gradients are averaged over the workers while the backward pass runs; call"
-                " allreduce_grads(average=True), or make the trainer with overlap=False"
-            )
         if self.on_server:
             refuse_updated_there("allreduce_grads")
         self._model.read_groups()

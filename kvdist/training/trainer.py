@@ -65,6 +65,7 @@ from kvdist.training.trainer_config import (
     policy_of,
     prepare_store,
     refuse_overlap_of_snapshots,
+    refuse_size,
     refuse_what_contradicts,
     require_averages,
     require_enough,
@@ -230,6 +231,8 @@ class Trainer:
             FloatingPointError: a gradient is not finite (``reject_nonfinite=True``), or on every worker, the norm by
                 which servers clip is not finite.
         """
+        if self._overlaps and not batch_size is samples is None:
+            refuse_size(f"step({batch_size})" if samples is None else f"step(samples={samples})")
         if samples is not None:
             pending = 0 if self._steps is None else self._steps.handed_out
             samples = require_samples(samples, batch_size, self._feed.unpushed - pending)
@@ -361,6 +364,11 @@ class Trainer:
                 ``overlap=True`` had sent it.
             ValueError: ``overlap=True`` without ``average=True``.
         """
+        if self._overlaps and not average:
+            raise ValueError(
+                "with overlap=True gradients are averaged over the workers while the backward pass runs; call"
+                " allreduce_grads(average=True), or make the trainer with overlap=False"
+            )
         self._start().sum_gradients(average, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
