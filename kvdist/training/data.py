@@ -579,7 +579,7 @@ class Batches:
         self._ended(sampler, iteration if count else sampler._iterations, before)
 
     def _timed(self, loader: Iterable[Any]) -> Iterable[Any]:
-        return loader if self._trainer is None else self._trainer._speed.loading(loader)
+        return loader if self._trainer is None else self._trainer._clock.loading(loader)
 
     def _skip(self, sampler: SplitSampler, batch_size: int | None, drops_last: bool) -> bool:
         """Leave out the batches of the steps that others have made without this worker; whether none is left."""

@@ -385,7 +385,7 @@ class QueueSampler(DrivenSampler):
         self._handed = begun
         self._is_driven = True
         try:
-            for batch in trainer._speed.loading(loader):
+            for batch in trainer._clock.loading(loader):
                 self._leave_if_asked(trainer, departure)
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void

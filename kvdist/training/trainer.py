@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -42,8 +42,6 @@ from kvdist.kvstore.dist import DistBackend
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
-from kvdist.schema import whole_number
-from kvdist.training.batch_sizes import Speed
 from kvdist.training.data import Batches, Feed, SplitSampler
 from kvdist.training.exchange import Exchange
 from kvdist.training.grad_checks import Stale
@@ -52,6 +50,7 @@ from kvdist.training.local_steps import OuterSteps, outer_optimizer
 from kvdist.training.model import Model
 from kvdist.training.overlap import OverlappedSteps
 from kvdist.training.parameters import collect, require_shapes
+from kvdist.training.step_clock import StepClock
 from kvdist.training.steps import AloneSteps, ServerSteps, StepCall, Steps, WorkerSteps
 from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
@@ -80,6 +79,11 @@ from kvdist.training.training_state import TrainingState
 from kvdist.training.weights import SharedWeights
 
 LOG = logging.getLogger("kvdist")
+
+REMOVED = {
+    "advise_batch_size": "kvdist.quota for machines of unequal speed; the scheduler names slow machines",
+}
+"""Methods of earlier versions → what to use instead."""
 
 
 class Trainer:
@@ -164,7 +168,7 @@ class Trainer:
         self._overlaps, self._shares = overlap, share_weights
         self._closed = self._shows_averages = self._has_chosen = self._has_keys = self._has_warned = False
         self._watcher = weakly(self._rolled_back)
-        self._speed = Speed([replica.device for replica in parameters[0].replicas])
+        self._clock = StepClock()
         self._joined_at: int | None = None
         """Version at which this worker has joined a running job, once that is known."""
         self._loaded_updates = 0
@@ -177,6 +181,13 @@ class Trainer:
             self._model.groups = self._shown_as_torch(given)
             self._model.read_groups()
         rule.take(as_made, average_half_life)
+
+    if not TYPE_CHECKING:  # for type checkers all other attributes would exist too
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises an `AttributeError`: the trainer has no such attribute, or not any more."""
+            instead = f"; it was removed: use {REMOVED[name]}" if name in REMOVED else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -236,7 +247,6 @@ class Trainer:
         if samples is not None:
             pending = 0 if self._steps is None else self._steps.handed_out
             samples = require_samples(samples, batch_size, self._feed.unpushed - pending)
-            self._speed.computed(samples)
         self._make_step(StepCall(batch_size, samples, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE))
 
     def batches(self, loader: Iterable[Any]) -> Batches:
@@ -688,42 +698,6 @@ class Trainer:
         """
         return 0 if self._steps is None else self._steps.samples_dropped
 
-    def advise_batch_size(self, batch_size: int) -> int:
-        """Return the batch size at which this worker computes as long as the others, if the mean size is `batch_size`.
-
-        Will be removed in a later version; use ``kvdist.quota`` for machines of unequal speed. All workers call it at
-        the same step, for example every 20 steps, and wait for each other; it compares the examples per second of their
-        last 16 steps. Measuring begins with the first call, which returns `batch_size`, and waits for CUDA devices in
-        each step. The total of the sizes stays about the same. Use ``step(samples=n)``, and assign the result to
-        ``loader.batch_sampler.batch_size``.
-
-        Args:
-            batch_size: size for a worker of mean speed, at least 1, equal on all workers.
-
-        Returns:
-            The size, at least 1; `batch_size` itself for a single worker, and if nothing was measured.
-
-        Raises:
-            ValueError: `batch_size` is below 1.
-            ConfigError: workers do not make each step together (``dist_async``, or a policy).
-        """
-        if whole_number("batch_size", batch_size) < 1:
-            raise ValueError(f"batch_size is {batch_size}; it is the number of examples of a batch, at least 1")
-        self._start()
-        store = self._kvstore
-        if not isinstance(store, KVStore) or store.num_workers == 1:
-            return batch_size
-        if policy_of(store) is not None or store.type in ASYNCHRONOUS:
-            raise ConfigError(
-                "advise_batch_size is for workers that wait for each other in each step, which they do not under a"
-                " policy and on dist_async: leave it out"
-            )
-        own = self._speed.examples_per_s()
-        with self._skipping_rollback():
-            batch_size = self._speed.share(batch_size, store.average(own, counts=own > 0))
-        self._speed.resumed()
-        return batch_size
-
     @property
     def nonfinite_steps(self) -> int:
         """Number of steps in which gradients of this worker were not finite and not used.
@@ -889,7 +863,7 @@ class Trainer:
     def _end_step(self, examples: int) -> None:
         """Count batches as used, and report to the scheduler now and then how the time of steps goes."""
         self._count_as_used()
-        times = self._speed.stepped(examples)
+        times = self._clock.stepped(examples)
         if times is not None and isinstance(self._kvstore, KVStore):
             self._kvstore._backend.report_times(times)
 

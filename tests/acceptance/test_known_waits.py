@@ -242,7 +242,7 @@ STAY = {
         "averaged_weights": "servers answer at once, as the last step has its answer",
         "close": "of its store, see above",
         "update": "works on this worker alone",
-        **dict.fromkeys(("advise_batch_size", "as_torch_optimizer", "no_sync", "skip_step"), "asks nobody"),
+        **dict.fromkeys(("as_torch_optimizer", "no_sync", "skip_step"), "asks nobody"),
         "set_learning_rate": "travels with the next push",
     },
     "Embedding": {"extra_repr": "asks nobody", "prefetch": "returns before", "step": "is in the row of forward"},
