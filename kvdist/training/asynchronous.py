@@ -1,7 +1,7 @@
 """`AsynchronousSteps` of a trainer: each step is a push and a version, as on ``dist_async``, but asks a server before.
 
-It says how late the gradient is, once for all slices (`kvdist.core.server.progress`). A gradient that is too late is
-dropped: the push that brings the new weights is empty.
+The answer is how late the gradient is, once for all slices (`kvdist.core.server.progress`). A gradient that is too late
+is dropped: the push that brings the new weights is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvdist.training.parameters import Grads
 DROPS = 10
 """After so many gradients that came too late …"""
 DROPPED_SHARE = 0.2
-"""… it is said whether they are more than this share of the examples of a worker."""
+"""… a warning follows if they are more than this share of the examples of a worker."""
 
 
 class AsynchronousSteps(PolicySteps):

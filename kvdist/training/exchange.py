@@ -107,18 +107,18 @@ class Exchange:
         """Send what an exchange is of, of all parameters or of some.
 
         Returns:
-            A future, which is done when the new weights are in `out`, one tensor a parameter.
+            A future, which is done when the new weights are in `out`, a tensor for each parameter.
         """
         keys = self._keys if which is None else [self._keys[one] for one in which]
         places = [[one] for one in out]
         return self.store.pushpull_async(keys, grads, out=places, average=average, samples=samples)
 
     def report(self, samples: int, when: DueWhen, quota: int, now: bool, together: bool) -> Future[Due | None]:
-        """Say how much there is since the last push; see `DistBackend.report_progress`."""
+        """Report the work of this worker since its last push; see `DistBackend.report_progress`."""
         return self._backend.report_progress(self._keys[0], samples, when, quota, now, together)
 
     def take(self, future: Future[Any]) -> Any:
-        """The result of one of these futures."""
+        """Return the result of such a future."""
         return self._backend.wait(future)
 
     @property
@@ -131,12 +131,12 @@ class Exchange:
         """Replace the gradients, on every device, by their sums over devices and workers.
 
         Args:
-            grads: per trained parameter, on every device; None without one.
+            grads: per trained parameter, on every device; None without a gradient.
             average: whether the sums are divided: by the number of workers, or by that of all samples.
             samples: of how many examples this worker's are; 0 if that is not known.
 
         Returns:
-            For each trained parameter whether any worker had a gradient. Without one, it has none afterwards.
+            For each trained parameter whether any worker had a gradient. Without that, it has no gradient afterwards.
 
         Raises:
             ValueError: some workers average and others sum, on a store that cannot mix the two; or only some give

@@ -1,7 +1,7 @@
-"""`PolicySteps` of a trainer, and `OuterSteps`: workers make steps of their own, and exchange what these have changed.
+"""`PolicySteps` of a trainer, and `OuterSteps`: workers step alone, and exchange the changes of several steps.
 
 What travels is the weights of the last exchange minus those of now, which an optimizer on the servers takes for a
-gradient. So servers know nothing of it: a version is made of one contribution of each worker, as ever. Between two
+gradient. So servers know nothing of it: a version has a contribution of each worker, as always. Between two
 exchanges the weights of workers differ.
 """
 
@@ -57,7 +57,7 @@ class PolicySteps(StoreSteps):
     """Steps of which not each is an exchange, by a policy: what they have done since the last exchange.
 
     Args:
-        model, feed, exchange: as of `StoreSteps`; each parameter has one replica.
+        model, feed, exchange: as of `StoreSteps`; each parameter has a single replica.
     """
 
     on_server = True
@@ -71,7 +71,7 @@ class PolicySteps(StoreSteps):
         super().__init__(model, feed, exchange)
         self._weights = [parameter.replicas[0].detach() for _, parameter in model.trained]
         self._known: list[tuple[int, int]] = []
-        """Rounds and `Trainer.version` after them, where one does not follow from the other."""
+        """Rounds and `Trainer.version` after them, where the version does not follow from the rounds."""
         self._before = [weight.clone() for weight in self._weights] if self.keeps_weights else []
         """The weights of the last exchange."""
         self.restart()
@@ -85,7 +85,7 @@ class PolicySteps(StoreSteps):
         self.restart()
 
     def restart(self) -> None:
-        """Count from here on: the weights are those of the store."""
+        """Count anew, from the weights of the store on."""
         self._count_anew()
         if self._before:
             torch._foreach_copy_(self._before, self._weights)
@@ -96,7 +96,7 @@ class PolicySteps(StoreSteps):
         self.made = 0
         """Steps with gradients since then."""
         self.samples = 0
-        """Examples of these steps, as far as steps have given them."""
+        """Examples of these steps, as far as steps have named their number."""
         self.examples = 0
         """Examples of these steps, as far as they are known."""
         self.handed_out = handed_out
@@ -166,12 +166,12 @@ class PolicySteps(StoreSteps):
             self._known += [(rounds, updates) for rounds in range(since + 1, self.rounds + 1)]
 
     def add(self, grads: Grads, samples: int) -> None:
-        """Count a step with gradients, of so many examples; 0 if that was not given."""
+        """Count a step with gradients, of so many examples; 0 if their number is not known."""
         self.made += 1
         self.samples += samples
 
     def _changes(self) -> list[torch.Tensor]:
-        """Return what the steps have changed, as a gradient. One pass over the weights."""
+        """Return the change of the weights by the steps, as a gradient, in a single pass over the weights."""
         return list(torch._foreach_sub(self._before, self._weights))
 
     @abc.abstractmethod
@@ -188,11 +188,11 @@ class Fragment:
     """Parameters that are exchanged together.
 
     Attributes:
-        places: which of the trained ones.
+        places: positions of the trained parameters.
         counted: of the worker's `OuterSteps.counts`, what the last push had.
         used: what the steps of the last push have used; see `count_as_used`.
         under_way: of the last push, until its weights are taken.
-        since: how many steps were made since then.
+        since: number of steps since then.
         pushed: the changes of the last push, while it is under way.
         landing: where the new weights come.
     """
@@ -211,11 +211,11 @@ class Fragment:
 
 
 class OuterSteps(PolicySteps):
-    """Exchanges after a number of steps of each worker, of all parameters or of one fragment of them after the other.
+    """Exchanges after a number of steps of each worker, of all parameters or of their fragments in turn.
 
-    All workers push the same fragment at the same step. Rounds of all fragments are aligned: of two, the one with the
-    lower number has been pushed as often as the other, or once more. So a worker that joins, and all that go back to a
-    snapshot, begin with the first fragment.
+    All workers push the same fragment at the same step. Rounds of all fragments are aligned: of two, the fragment with
+    the lower number has been pushed as often as the other, or once more. So a worker that joins, and all that go back
+    to a snapshot, begin with the first fragment.
 
     Args:
         policy: how many steps, fragments, and steps until an answer is taken.
@@ -352,7 +352,7 @@ class OuterSteps(PolicySteps):
                 self._land(fragment)
 
     def _land(self, fragment: Fragment) -> None:
-        """Take the new weights, and add what was changed since the push."""
+        """Take the new weights, and add the changes since the push."""
         assert fragment.under_way is not None
         self._exchange.take(fragment.under_way)
         before, weights = fragment.of(self._before), fragment.of(self._weights)

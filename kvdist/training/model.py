@@ -1,7 +1,7 @@
-"""`Model`: the parameters of a trainer in this process, their gradients, and the update that runs here.
+"""`Model`: the parameters of a trainer in this process, their gradients, and their update in this process.
 
 Keys of parameters are their positions: 0, 1, 2, …; where parameters have names, the positions are those of worker 0, so
-that a name is the same parameter on all workers. `Steps` decide what is sent, and when; `grad_checks` reads torch's
+that a name is the same parameter on all workers. `Steps` decide what to send, and when; `grad_checks` reads torch's
 version counters.
 """
 
@@ -49,9 +49,9 @@ class Model:
         self.nonfinite_steps = 0
         """Steps in which gradients of this worker were not finite and not used."""
         self.updates = 0
-        """Updates in the weights here, those before a loaded checkpoint included."""
+        """Updates in the weights of this process, those before a loaded checkpoint included."""
         self.samples = 0
-        """Examples in the weights here, where no server counts them."""
+        """Examples in the weights of this process, where no server counts them."""
         self.groups: TorchOptimizer | None = None
         """Torch's form of the optimizer, if the user has asked for it."""
         self.updates_here = True
@@ -76,7 +76,7 @@ class Model:
         self.watch = Watch([parameter for _, parameter in self.trained])
 
     def match_names(self, store: KVStore) -> str:
-        """Give parameters with names the keys that they have on worker 0, in whatever order they came here.
+        """Give parameters with names the keys that they have on worker 0, whatever their order is.
 
         Returns:
             What the workers have agreed on so far, for `statement`; '' without names, where positions count.
@@ -121,7 +121,7 @@ class Model:
     # Gradients of a step.
 
     def refuse_untrained(self) -> None:
-        """Raises a `RuntimeError`: a parameter that was frozen when the trainer was made has a gradient."""
+        """Raises a `RuntimeError`: a parameter that was frozen at the creation of the trainer has a gradient."""
         refuse_untrained(self._untrained)
 
     def require_unchanged(self) -> None:
@@ -177,7 +177,7 @@ class Model:
             self.optimizer.rescale_grad = self.scale
 
     def update(self, divisor: float, has_grad: Sequence[bool], samples: int, *, counts: bool = True) -> None:
-        """Update the weights here with the present gradients.
+        """Update the weights of this process with the present gradients.
 
         Args:
             divisor: gradients are divided by it.

@@ -1,8 +1,8 @@
 """`OverlappedSteps` of a trainer: gradients leave while the backward pass still runs, and `step` waits for the answers.
 
 If the store updates, each bucket's gradients are pushed during the backward pass, and the weights are pulled in `step`,
-straight into place: autograd needs the old ones until the pass has ended. A push is at most one copy of the gradient, a
-pull one write of the weight; a `pushpull` during the pass would cost a second buffer and a copy. If the workers update,
+straight into place: autograd needs the old weights until the pass has ended. A push is at most a copy of the gradient,
+a pull a write of the weight; a `pushpull` during the pass would cost a second buffer and a copy. If the workers update,
 each bucket's gradients are replaced by their sums in place. Invariants:
 
 * Hyper-parameters of a step are those at its first gradient: buckets leave at different times on different workers, and
@@ -138,7 +138,7 @@ class Overlap(GradientBuckets):
         self._feed = feed
         self._sent = sent
         self.ballot: Ballot | None = None
-        """The vote on gradients, where the workers update and there are several."""
+        """The vote on gradients, where several workers update."""
         self._had: set[int] = set()
         """Keys whose gradients this worker has sent in this step."""
         self._left_out: frozenset[int] = frozenset()
@@ -238,7 +238,7 @@ class Overlap(GradientBuckets):
     def _with_somewhere_to_go(
         self, members: list[tuple[int, Parameter]], left_out: set[int]
     ) -> list[tuple[int, Parameter]]:
-        """The members to sum: on a cluster all, because others may have a gradient that is missing here."""
+        """The members to sum: on a cluster all, because others may have a gradient that this worker lacks."""
         if self._store.num_workers == 1:
             members = [(key, one) for key, one in members if one.grads() is not None and key not in left_out]
         for key, parameter in members:

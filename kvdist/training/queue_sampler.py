@@ -1,7 +1,7 @@
 """`QueueSampler`: workers take the next examples when they need them; each is used once, on however many workers.
 
-The scheduler leases ranges of places (`kvdist.core.scheduler.leases`); a process alone has a queue of its own. The
-order of an epoch is a permutation that every worker makes from (seed, epoch), so none is sent. Walk of a batch: the
+The scheduler leases ranges of places (`kvdist.core.scheduler.leases`); a process alone has a queue without a scheduler.
+The order of an epoch is a permutation that every worker makes from (seed, epoch), so none is sent. Walk of a batch: the
 loader asks the sampler, which leases a range when it has none left → `drive` hands the batch out, and knows how many
 examples that are → the trainer's step tells the servers with its push, and the sampler once it has returned (`_use`).
 """
@@ -46,7 +46,7 @@ class LeaseAnswer(NamedTuple):
     """What there is to train on.
 
     Attributes:
-        given: the next range; None if there is nothing now.
+        given: the next range; None if no range is free now.
         is_over: whether all examples of the pass are used, by any worker.
         version: the most updates of the weights that any worker knows of.
     """
@@ -60,9 +60,9 @@ class Leasing(abc.ABC):
     """Where a process gets its examples, and what it has of them.
 
     Attributes:
-        number: of the pass that comes next, or goes on; after a rollback perhaps one before.
+        number: of the pass that comes next, or goes on; after a rollback perhaps an earlier pass.
         begun: the last pass that the program has begun.
-        holder: what is leased and not used.
+        holder: leased and unused ranges.
         is_shared: whether others train on the same data.
     """
 
@@ -76,14 +76,14 @@ class Leasing(abc.ABC):
 
     @abc.abstractmethod
     def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
-        """The next range, which is held now; with `rests` wait until there is one, or the end."""
+        """The next range, which is held now; with `rests` wait for a range, or for the end."""
 
     @abc.abstractmethod
     def give_back(self) -> None:
-        """Let others have what is not used, before this process leaves."""
+        """Return the unused ranges to others, before this process leaves."""
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded: go on where it was saved. What was leased is void."""
+        """A checkpoint was loaded: go on where it was saved. Leased ranges are void."""
         self.holder.ranges.clear()
         self.number = self.begun = min(self.number, restored(position)[0])
 
@@ -134,7 +134,7 @@ class OwnQueue(Leasing):
 
 
 class SharedQueue(Leasing):
-    """The data of a cluster, as the scheduler leases it; one in each process.
+    """The data of a cluster, as the scheduler leases it; an object in each process.
 
     Args:
         ask: hands the worker a request, which it gets a number and the store's number for, and waits for the result.
@@ -146,13 +146,13 @@ class SharedQueue(Leasing):
         super().__init__()
         self.ask = ask
         self._told = 0
-        """How much the scheduler knows to be used: the rest of what is leased goes to others as this process leaves."""
+        """Examples that the scheduler knows to be used: other leased examples go to others as this process leaves."""
 
     def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
         """See `Leasing`.
 
         Raises:
-            ConfigError: the workers' samplers differ, or another one has not come to its end.
+            ConfigError: the workers' samplers differ, or another sampler has not come to its end.
         """
         self._told = self.holder.used
         said = (self.number, *plan, batch, wanted, self._told, version, rests)
@@ -177,7 +177,7 @@ class SharedQueue(Leasing):
                 self.ask(lambda request, _: Used(request, self._told, gives_back))
 
     def rolled_back(self) -> None:
-        """All have gone back to a snapshot: what is leased is void, and servers count examples from 0 again.
+        """All return to a snapshot: leased ranges are void, and servers count examples from 0 again.
 
         In which pass the snapshot is only the scheduler knows: it says of each before that it is over.
         """
@@ -190,7 +190,7 @@ class QueueSampler(DrivenSampler):
     Each example is used once per epoch, whatever the number and speed of the workers, and even if some of them are
     lost. The scheduler leases each worker a few batches at a time. Examples that a lost worker has not used are leased
     to other workers, as soon as the servers have reported how many of its pushes count. If the last push of a lost
-    worker is in only some slices of the weights, its examples count as used, and the log says so.
+    worker is in only some slices of the weights, its examples count as used, and a line in the log names them.
 
     Iterate ``for batch in trainer.batches(loader)`` a single time: the loop makes all `epochs`, and ends on all workers
     when every example is used. A worker that gets no lease is not awaited in the meantime. Every checkpoint includes
@@ -226,7 +226,7 @@ class QueueSampler(DrivenSampler):
         self._first_pass = 0
         """When it was used first: its epochs count from there."""
         self._handed = 0
-        """How many examples were in the batches that the program has got, the used ones included."""
+        """Number of examples in the batches that the program has got, used examples included."""
         self._yielded = 0
         """How many the loader has asked for in this iteration."""
         self._end = 0
@@ -235,14 +235,14 @@ class QueueSampler(DrivenSampler):
         """The same at the end of each batch that the program has not got, in order."""
         self._first_batch = 1
         self._maker: Any = None
-        """What makes the loader's batches; None for batches of one."""
+        """What makes the loader's batches; None for batches of a single example."""
         self._loader_workers = 1
         self._version = 0
         self._is_begun = self._is_over = False
         self._is_driven = False
         self._iterations = 0
         self._rollbacks = 0
-        """How often all have gone back to a snapshot."""
+        """Number of rollbacks to a snapshot."""
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
         """The last epoch whose order was needed, and that."""
 
@@ -347,7 +347,7 @@ class QueueSampler(DrivenSampler):
                         return
 
     def _pass_by(self) -> None:
-        """After a rollback: find the pass in which there is something to do again."""
+        """After a rollback: find the pass that has unused examples again."""
         assert self._leasing is not None
         while self._leasing.number < self._leasing.begun and not self._held.ranges:
             self._lease(rests=False)
@@ -376,7 +376,7 @@ class QueueSampler(DrivenSampler):
 
     @property
     def _held(self) -> LeaseHolder:
-        """What is leased and not used."""
+        """The leased and unused ranges."""
         assert self._leasing is not None
         return self._leasing.holder
 

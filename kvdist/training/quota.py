@@ -1,13 +1,13 @@
-"""`QuotaSteps` of a trainer: workers exchange when all together have made a number of examples; and `QuorumSteps`.
+"""`QuotaSteps` of a trainer: workers exchange after a number of examples of all together; and `QuorumSteps`.
 
-A server says when (`kvdist.core.server.progress`). Each worker then pushes what its steps have made since its last
-push, also in the middle of a step, on a thread of its own; and takes the new weights at the end of that step. So no
+A server decides when (`kvdist.core.server.progress`). Each worker then pushes the results of its steps since its last
+push, also in the middle of a step, on another thread; and takes the new weights at the end of that step. So no
 worker waits for the step that another is at. What it does meanwhile is kept: local steps are added to the new weights,
-gradients count in the next version. Where an exchange takes longer than a step, one is nearly always under way: at the
-end of a step a worker takes the weights of the newest version that is complete.
+gradients count in the next version. Where an exchange takes longer than a step, an exchange is nearly always under way:
+at the end of a step a worker takes the weights of the newest version that is complete.
 
-`QuorumSteps` push local steps when enough workers have made theirs; a worker that has not pushes nothing then, and goes
-on.
+`QuorumSteps` push local steps when enough workers have finished theirs; a worker that has not pushes nothing then, and
+goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(slots=True)
 class Push:
-    """One push, and with it all that this worker has made since it took weights last.
+    """A push, with all results of this worker since it took weights last.
 
     Attributes:
         answer: done when its version is complete, and that version's weights are in `landing`. None if it has failed
@@ -57,7 +57,7 @@ class Push:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its version's weights are here."""
+        """Whether its version's weights have arrived."""
         return self.answer is not None and self.answer.done() and self.answer.exception() is None
 
 
@@ -65,12 +65,12 @@ NOTHING_PUSHED = Push(None, [], 0, [], {}, 0)
 
 
 class QuotaSteps(PolicySteps):
-    """Counts the examples of a worker since its last push, and makes the next one when it is due.
+    """Counts the examples of a worker since its last push, and makes the next push when it is due.
 
     Args:
         policy: size of a quota, and its unit.
         model, feed, exchange: as of `PolicySteps`. What the feed has handed out counts as used when the new weights
-            are here.
+            have arrived.
     """
 
     counts_steps = False
@@ -89,7 +89,7 @@ class QuotaSteps(PolicySteps):
         self._last: Push | None = None
         """The last push, until weights are taken that have it."""
         self._complete: Push | None = None
-        """The one before, if its version's weights are here and were not taken."""
+        """The push before the last, if its version's weights have arrived and were not taken."""
         self._failure: Exception | None = None
         """Of the pusher's thread; the next step raises it."""
         self._asked: Future[Due | None] | None = None
@@ -98,7 +98,7 @@ class QuotaSteps(PolicySteps):
         """What the steps so far have used."""
         self._sums: list[torch.Tensor | None] = []
         self._landings: list[list[torch.Tensor]] = []
-        """For the weights of the last push, and where an exchange takes longer than a step for those of another one."""
+        """Memory for the weights of the last push, and of another push where an exchange takes longer than a step."""
         super().__init__(model, feed, exchange)
 
     def restart(self) -> None:
@@ -215,7 +215,7 @@ class QuotaSteps(PolicySteps):
         return self._exchange.report(self._progress, self.when, self._number, now, together)
 
     def _ask(self) -> None:
-        """Report what there is, and ask when the next push is due."""
+        """Report the work since the last push, and ask when the next push is due."""
         asked = self._asked = self._report()
         if not self._waits:
             asked.add_done_callback(self._hear)
@@ -234,7 +234,7 @@ class QuotaSteps(PolicySteps):
 
     @property
     def _can_push(self) -> bool:
-        """Whether no push is under way, and none has failed of which nobody was told."""
+        """Whether no push is under way, and no failure waits to be raised."""
         return self._last is None or self._last.answer is None or self._last.is_complete
 
     @property
@@ -244,7 +244,7 @@ class QuotaSteps(PolicySteps):
         return last if last is not None and last.answer is not None and last.answer.done() else self._complete
 
     def _push_if_due(self) -> None:
-        """Push what there is, unless a step is being made, which looks by itself."""
+        """Push, unless a step is in progress, which looks by itself."""
         if self._waits or not self._lock.acquire(blocking=False):
             return
         try:
@@ -259,7 +259,7 @@ class QuotaSteps(PolicySteps):
     # With the lock held.
 
     def _start(self, *, everything: bool = False) -> None:
-        """Push what there is. The version of the last push is complete, and perhaps its weights are not taken.
+        """Push. The version of the last push is complete, and perhaps its weights are not taken.
 
         Args:
             everything: also what the policy would keep for the next version.
@@ -310,7 +310,7 @@ class QuotaSteps(PolicySteps):
         self._last = push
 
     def _land(self, push: Push | None) -> None:
-        """Take the weights of the last push, or of the one before; wait for them if they are not here."""
+        """Take the weights of the last push, or of the push before; wait for them."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -344,7 +344,7 @@ class QuotaSteps(PolicySteps):
 
 
 class QuorumSteps(QuotaSteps):
-    """Makes steps of the worker's own, and exchanges them when it has enough of them and so have enough others."""
+    """Steps alone, and exchanges when this worker and enough others have enough steps."""
 
     when = DueWhen.QUORUM
 

@@ -5,13 +5,13 @@ it might have been.
 
 | steps | a step sends | weights are updated |
 |---|---|---|
-| `AloneSteps` | nothing: there is no store | here |
+| `AloneSteps` | nothing, without a store | in this process |
 | `ServerSteps` | gradients, and gets weights | on servers |
-| `WorkerSteps` | gradients, and gets their sums | here, equally on all workers |
-| `OverlappedSteps` (`overlap`) | the same, while the backward pass runs | on servers, or here |
-| `OuterSteps` (`local_steps`) | nothing; each n-th step sends what n steps have changed | here, and on servers |
-| `QuotaSteps`, `QuorumSteps` (`quota`) | what is ready when a version is due | on servers, or here and on servers |
-| `AsynchronousSteps` (`asynchronous`) | gradients, unless a server says that they come too late | on servers |
+| `WorkerSteps` | gradients, and gets their sums | in each worker, equally |
+| `OverlappedSteps` (`overlap`) | the same, while the backward pass runs | on servers, or in each worker |
+| `OuterSteps` (`local_steps`) | nothing; each n-th step sends the changes of n steps | in each worker, and on servers |
+| `QuotaSteps`, `QuorumSteps` (`quota`) | all finished work when a version is due | on servers, or in each worker too |
+| `AsynchronousSteps` (`asynchronous`) | gradients, unless they come too late for a server | on servers |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepCall:
 
     Attributes:
         batch_size: examples of this worker, where losses are sums; None where they are means.
-        samples: examples of this worker over which the loss is a mean; None if that was not given.
+        samples: examples of this worker over which the loss is a mean; None for losses that are sums or plain means.
         on_stale: how to treat gradients that the last step has used already.
 
     Raises:
@@ -158,11 +158,11 @@ class Steps(abc.ABC):
         refuse_updated_there("allreduce_grads")
 
     def update(self, call: StepCall) -> None:
-        """Update the weights here with the present gradients; see `Trainer.update`."""
+        """Update the weights of this process with the present gradients; see `Trainer.update`."""
         refuse_updated_there("update")
 
     def _update(self, call: StepCall, is_summed: Sequence[bool] | None, samples: int) -> None:
-        """Update with all gradients, or with those that `sum_gradients` has found on any worker."""
+        """Update with all gradients, or with those that any worker had in `sum_gradients`."""
         model = self._model
         grads = model.watch.grads(call.on_stale)
         model.warn_without(any(grads))
@@ -203,7 +203,7 @@ class Steps(abc.ABC):
         return contextlib.nullcontext()
 
     def require_nothing_sent(self, method: str, first: str) -> None:  # noqa: B027  # most send within a step
-        """Raises a `RuntimeError`: gradients of a step that was not made are under way.
+        """Raises a `RuntimeError`: gradients of an unfinished step are under way.
 
         Args:
             method: the call that must not come now.
@@ -287,7 +287,7 @@ class WorkerSteps(StoreSteps):
     """Each step sums gradients over the store, and every worker updates its weights with the sums."""
 
     _summed: list[bool] | None = None
-    """For which trained parameters `sum_gradients` found a gradient on any worker, until they are updated."""
+    """Trained parameters whose gradient `sum_gradients` has summed, until they are updated."""
 
     def begin(self) -> None:
         super().begin()
