@@ -7,9 +7,9 @@ is dropped: the push that brings the new weights is empty.
 from __future__ import annotations
 
 from kvdist.config.policies import DAMPINGS, DELAY_MAX, Asynchronous
+from kvdist.kvstore.base import KVStore
 from kvdist.protocol.messages import DueWhen
 from kvdist.training.data import Feed
-from kvdist.training.exchange import Exchange
 from kvdist.training.local_steps import LOG, PolicySteps
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads
@@ -25,19 +25,19 @@ class AsynchronousSteps(PolicySteps):
 
     Args:
         policy: how late a gradient may be, and the weight of a late gradient.
-        model, feed, exchange: as of `PolicySteps`.
+        model, feed, store: as of `PolicySteps`.
     """
 
     updates_here = False
     keeps_weights = False
 
-    def __init__(self, policy: Asynchronous, model: Model, feed: Feed, exchange: Exchange) -> None:
+    def __init__(self, policy: Asynchronous, model: Model, feed: Feed, store: KVStore) -> None:
         self._policy = policy
         self._limit = DELAY_MAX if policy.max_delay is None else policy.max_delay
         self._damping = DAMPINGS[policy.damping]
         self._grads: Grads = []
         self._drops = 0
-        super().__init__(model, feed, exchange)
+        super().__init__(model, feed, store)
 
     def _apply(self, grads: Grads, divisor: float) -> None:
         self._model.optimizer.rescale_grad = self._model.scale / divisor
@@ -50,14 +50,14 @@ class AsynchronousSteps(PolicySteps):
     def after_step(self) -> None:
         grads, self._grads = self._grads, []
         examples = self._feed.unpushed or self.examples
-        due = self._exchange.take(self._exchange.report(examples, DueWhen.ASYNC, self._limit, False, False))
+        due = self._backend.wait(self._report(examples, DueWhen.ASYNC, self._limit))
         weight = self._damping(due.delay)
         if due.delay > self._limit:
             self._drop(examples)
             grads = []
         elif weight < 1:
             grads = [given and [one * weight for one in given] for given in grads]
-        self._exchange.update(grads or [None] * len(self._weights), True, examples)
+        self._push(grads or [None] * len(self._weights), True, examples)
         self.restart()
 
     def finish(self, together: bool) -> None:

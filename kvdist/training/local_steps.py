@@ -14,18 +14,20 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
 from kvdist.errors import ConfigError
 from kvdist.kvstore.backend import Average
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.dist import DistBackend
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.protocol.messages import Due, DueWhen
 from kvdist.runtime.waits import wait_for
 from kvdist.training.data import Feed, HandedOut, count_as_used
-from kvdist.training.exchange import Exchange
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads
 from kvdist.training.steps import StepCall, StoreSteps
@@ -57,7 +59,7 @@ class PolicySteps(StoreSteps):
     """Steps of which not each is an exchange, by a policy: what they have done since the last exchange.
 
     Args:
-        model, feed, exchange: as of `StoreSteps`; each parameter has a single replica.
+        model, feed, store: as of `StoreSteps`; each parameter has a single replica.
     """
 
     on_server = True
@@ -67,8 +69,9 @@ class PolicySteps(StoreSteps):
     given = 0
     """Examples of all steps; a step of an unknown number counts as 1."""
 
-    def __init__(self, model: Model, feed: Feed, exchange: Exchange) -> None:
-        super().__init__(model, feed, exchange)
+    def __init__(self, model: Model, feed: Feed, store: KVStore) -> None:
+        super().__init__(model, feed, store)
+        self._backend = cast(DistBackend, store._backend)
         self._weights = [parameter.replicas[0].detach() for _, parameter in model.trained]
         self._known: list[tuple[int, int]] = []
         """Rounds and `Trainer.version` after them, where the version does not follow from the rounds."""
@@ -174,6 +177,30 @@ class PolicySteps(StoreSteps):
         """Return the change of the weights by the steps, as a gradient, in a single pass over the weights."""
         return list(torch._foreach_sub(self._before, self._weights))
 
+    def _push(self, grads: Grads, average: Average, samples: int, which: Sequence[int] | None = None) -> None:
+        """Push for some trained parameters, by their positions, or for all, and take their new weights."""
+        trained = self._model.trained if which is None else [self._model.trained[position] for position in which]
+        keys, weights = [key for key, _ in trained], [parameter.replicas for _, parameter in trained]
+        self._store.pushpull(keys, grads, out=weights, average=average, samples=samples)
+
+    def _begin_push(
+        self, grads: Grads, average: Average, samples: int, out: list[torch.Tensor], which: Sequence[int] | None = None
+    ) -> Future[Any]:
+        """Push without waiting.
+
+        Returns:
+            A future, which is done when the new weights are in `out`, a tensor for each parameter.
+        """
+        keys = self._keys if which is None else [self._keys[position] for position in which]
+        store = cast(KVStore, self._store)
+        return store.pushpull_async(keys, grads, out=[[tensor] for tensor in out], average=average, samples=samples)
+
+    def _report(
+        self, work: int, when: DueWhen, quota: int, *, now: bool = False, together: bool = False
+    ) -> Future[Due | None]:
+        """Report the work of this worker since its last push; see `DistBackend.report_progress`."""
+        return self._backend.report_progress(self._keys[0], work, when, quota, now, together)
+
     @abc.abstractmethod
     def after_step(self) -> None:
         """Make an exchange if it is time, after a step was counted."""
@@ -219,7 +246,7 @@ class OuterSteps(PolicySteps):
 
     Args:
         policy: how many steps, fragments, and steps until an answer is taken.
-        model, feed, exchange: as of `PolicySteps`. What the feed has handed out counts as used when the first of the
+        model, feed, store: as of `PolicySteps`. What the feed has handed out counts as used when the first of the
             fragments has it.
 
     Raises:
@@ -229,7 +256,7 @@ class OuterSteps(PolicySteps):
     until the answer comes is added to it, rather than mixed with it.
     """
 
-    def __init__(self, policy: LocalSteps, model: Model, feed: Feed, exchange: Exchange) -> None:
+    def __init__(self, policy: LocalSteps, model: Model, feed: Feed, store: KVStore) -> None:
         self.every = policy.every
         self._delay = policy.steps_until_answer
         sizes = [parameter.replicas[0].nbytes for _, parameter in model.trained]
@@ -239,7 +266,7 @@ class OuterSteps(PolicySteps):
         """At which step of a period each is pushed."""
         self._step = self._next = 0
         """Steps of the present period, and how many fragments were pushed in it."""
-        super().__init__(model, feed, exchange)
+        super().__init__(model, feed, store)
 
     def rewind(self, rounds: int, updates: int) -> int:
         self._begin_period(rounds)
@@ -332,7 +359,7 @@ class OuterSteps(PolicySteps):
 
     def _push_and_wait(self, fragment: Fragment) -> None:
         """Push, and wait for the new weights."""
-        self._exchange.update_some(*self._share(fragment), fragment.places)
+        self._push(*self._share(fragment), fragment.places)
         fragment.pushed = []
         if len(self._fragments) == 1:
             self.restart()
@@ -344,7 +371,7 @@ class OuterSteps(PolicySteps):
         """Push, and go on."""
         share = self._share(fragment)
         fragment.landing = [torch.empty_like(weight) for weight in fragment.of(self._weights)]
-        fragment.under_way = self._exchange.begin_update(*share, fragment.landing, fragment.places)
+        fragment.under_way = self._begin_push(*share, fragment.landing, fragment.places)
 
     def _land_all(self) -> None:
         for fragment in self._fragments:
@@ -354,7 +381,7 @@ class OuterSteps(PolicySteps):
     def _land(self, fragment: Fragment) -> None:
         """Take the new weights, and add the changes since the push."""
         assert fragment.under_way is not None
-        self._exchange.take(fragment.under_way)
+        self._backend.wait(fragment.under_way)
         before, weights = fragment.of(self._before), fragment.of(self._weights)
         if self.made > fragment.counted.made:
             moved = torch._foreach_sub(fragment.landing, before)

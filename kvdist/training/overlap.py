@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets
 from kvdist.errors import ForkError
+from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.runtime.waits import wait_for
 from kvdist.training.ballot import Ballot
 from kvdist.training.data import Feed
-from kvdist.training.exchange import Exchange
 from kvdist.training.grad_checks import Stale, refuse_changed
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads, Parameter
-from kvdist.training.steps import StepCall, StoreSteps
+from kvdist.training.steps import StepCall, StoreSteps, open_ballot
 from kvdist.training.trainer_config import refuse_sent, refuse_updated_there
 
 if TYPE_CHECKING:
@@ -44,20 +44,20 @@ class OverlappedSteps(StoreSteps):
     """Steps whose gradients leave in buckets during the backward pass, from the second step on.
 
     Args:
-        model, feed, exchange: as of `StoreSteps`.
+        model, feed, store: as of `StoreSteps`.
         sent: the store's copy of the optimizer; None where the workers update.
     """
 
-    def __init__(self, model: Model, feed: Feed, exchange: Exchange, sent: Optimizer | None) -> None:
-        super().__init__(model, feed, exchange)
+    def __init__(self, model: Model, feed: Feed, store: KVStore, sent: Optimizer | None) -> None:
+        super().__init__(model, feed, store)
         self.on_server, self.updates_here = sent is not None, sent is None
-        self.buckets = Overlap(exchange, model, feed, sent)
+        self.buckets = Overlap(store, model, feed, sent)
 
     def begin(self) -> None:
         super().begin()
         model = self._model
         if self.updates_here:
-            self.buckets.ballot = self._exchange.open_ballot(model.optimizer)
+            self.buckets.ballot = open_ballot(self._store, model)
         model.optimizer.rescale_grad = model.scale / model.num_devices
 
     def step(self, call: StepCall) -> None:
@@ -118,7 +118,7 @@ class Overlap(GradientBuckets):
     """Sends the gradients of a trainer's steps as they come.
 
     Args:
-        exchange: the exchange with the store that receives them.
+        store: the store that receives them.
         model: the parameters, and the optimizer whose hyper-parameters the user may change.
         feed: knows how many examples a step sums.
         sent: the store's copy of the optimizer; None where the workers update.
@@ -127,13 +127,13 @@ class Overlap(GradientBuckets):
 
     def __init__(
         self,
-        exchange: Exchange,
+        store: KVStore,
         model: Model,
         feed: Feed,
         sent: Optimizer | None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._store = exchange.store
+        self._store = store
         self._model = model
         self._feed = feed
         self._sent = sent

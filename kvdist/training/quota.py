@@ -22,10 +22,10 @@ import torch
 
 from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy, updates_between
 from kvdist.kvstore.backend import Average
+from kvdist.kvstore.base import KVStore
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.runtime.waits import AwaitedLock, wait_for
 from kvdist.training.data import Feed, HandedOut, count_as_used
-from kvdist.training.exchange import Exchange
 from kvdist.training.local_steps import LOG, PolicySteps
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads
@@ -69,7 +69,7 @@ class QuotaSteps(PolicySteps):
 
     Args:
         policy: size of a quota, and its unit.
-        model, feed, exchange: as of `PolicySteps`. What the feed has handed out counts as used when the new weights
+        model, feed, store: as of `PolicySteps`. What the feed has handed out counts as used when the new weights
             have arrived.
     """
 
@@ -78,7 +78,7 @@ class QuotaSteps(PolicySteps):
     when = DueWhen.QUOTA
     """By which rule a push is due."""
 
-    def __init__(self, policy: TrainingPolicy, model: Model, feed: Feed, exchange: Exchange) -> None:
+    def __init__(self, policy: TrainingPolicy, model: Model, feed: Feed, store: KVStore) -> None:
         self.updates_here = updates_between(policy)
         self._policy = policy
         self._has_warned = False
@@ -99,7 +99,7 @@ class QuotaSteps(PolicySteps):
         self._sums: list[torch.Tensor | None] = []
         self._landings: list[list[torch.Tensor]] = []
         """Memory for the weights of the last push, and of another push where an exchange takes longer than a step."""
-        super().__init__(model, feed, exchange)
+        super().__init__(model, feed, store)
 
     def restart(self) -> None:
         with self._lock:
@@ -170,7 +170,7 @@ class QuotaSteps(PolicySteps):
             self._ready = dict(self._feed.handed_out)
             while True:
                 self._land(self._last)
-                due = self._exchange.take(self._report(now=not together, together=together))
+                due = self._backend.wait(self._report_progress(now=not together, together=together))
                 self._start(everything=True)
                 self._land(self._last)
                 if not together or due.together:
@@ -211,12 +211,12 @@ class QuotaSteps(PolicySteps):
 
     # When a push is due.
 
-    def _report(self, *, now: bool = False, together: bool = False) -> Future[Due | None]:
-        return self._exchange.report(self._progress, self.when, self._number, now, together)
+    def _report_progress(self, *, now: bool = False, together: bool = False) -> Future[Due | None]:
+        return self._report(self._progress, self.when, self._number, now=now, together=together)
 
     def _ask(self) -> None:
         """Report the work since the last push, and ask when the next push is due."""
-        asked = self._asked = self._report()
+        asked = self._asked = self._report_progress()
         if not self._waits:
             asked.add_done_callback(self._hear)
 
@@ -230,7 +230,7 @@ class QuotaSteps(PolicySteps):
 
     @property
     def _is_due(self) -> bool:
-        return self._asked is not None and self._asked.done() and self._exchange.take(self._asked) is not None
+        return self._asked is not None and self._asked.done() and self._backend.wait(self._asked) is not None
 
     @property
     def _can_push(self) -> bool:
@@ -303,7 +303,7 @@ class QuotaSteps(PolicySteps):
         return self._landings[-1]
 
     def _send(self, grads: Grads, average: Average, samples: int, push: Push) -> None:
-        push.answer = self._exchange.begin_update(grads, average, samples, push.landing)
+        push.answer = self._begin_push(grads, average, samples, push.landing)
         push.answer.add_done_callback(self._look_soon)
         if self._last is not None and self._last.is_complete:
             self._complete = self._last
@@ -317,7 +317,7 @@ class QuotaSteps(PolicySteps):
         if push is None or push.answer is None:
             return
         try:
-            self._exchange.take(push.answer)
+            self._backend.wait(push.answer)
         except BaseException:
             if push.answer.done():  # else the wait was interrupted, and a later step takes them
                 push.answer = None

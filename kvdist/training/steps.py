@@ -21,15 +21,22 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from kvdist.kvstore.adapter import Adapted
 from kvdist.kvstore.backend import Average
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.registry import DIST_NAMES
+from kvdist.naming import NamedKey
 from kvdist.schema import real_number
+from kvdist.training.ballot import Ballot
 from kvdist.training.data import Feed
-from kvdist.training.exchange import Exchange
 from kvdist.training.grad_checks import Stale
 from kvdist.training.join import Join, NextStep
 from kvdist.training.model import Model
-from kvdist.training.parameters import Grads, divide
-from kvdist.training.trainer_config import refuse_updated_there
+from kvdist.training.parameters import Grads, divide, named_keys, scale
+from kvdist.training.trainer_config import refuse_overflow, refuse_updated_there
 
 BATCH_SIZE_LIMIT = 1 << 32
 """Batch sizes are smaller: they travel as 32 bits."""
@@ -238,20 +245,29 @@ class StoreSteps(Steps):
 
     Args:
         model, feed: as of `Steps`.
-        exchange: the exchange with the store.
+        store: the store.
     """
 
-    def __init__(self, model: Model, feed: Feed, exchange: Exchange) -> None:
+    def __init__(self, model: Model, feed: Feed, store: KVStore | Adapted) -> None:
         super().__init__(model, feed)
-        self._exchange = exchange
+        self._store = store
+        self._keys = [key for key, _ in model.trained]
 
     def broadcast(self) -> None:
         self.settle()
-        self._exchange.broadcast()
+        model = self._model
+        if model.shared is not None:
+            model.shared.own()
+        replicas = [parameter.carried for parameter in model.parameters]
+        self._store.broadcast(named_keys(model.parameters), [devices[0] for devices in replicas], out=replicas)
         self.note_weights()
 
     def fetch(self) -> None:
-        self._exchange.fetch()
+        parameters = self._model.parameters
+        if self._model.shared is not None:
+            self._model.shared.own()
+        assert isinstance(self._store, KVStore), "others load no checkpoints and know no snapshots"
+        self._store.pull(list(range(len(parameters))), out=[parameter.carried for parameter in parameters])
         self.note_weights()
 
 
@@ -267,15 +283,26 @@ class ServerSteps(StoreSteps):
             self._push(grads, call.average, self._feed.examples_of(call.batch_size, call.samples))
 
     def skip(self) -> None:
-        if self._exchange.has_others:
+        if self._store.num_workers > 1:
             self._push([None] * len(self._model.trained), True, self._feed.unpushed)
         else:
             self._model.watch.note_grads()
 
     def _push(self, grads: Grads, average: Average, samples: int) -> None:
-        model = self._model
+        model, store = self._model, self._store
+        weights = [parameter.replicas for _, parameter in model.trained]
         try:
-            model.grad_norm = self._exchange.update(grads, average, samples, model.clip_norm)
+            if model.clip_norm is None and model.shared is None:
+                store.pushpull(self._keys, grads, out=weights, average=average, samples=samples)
+            elif model.shared is not None:
+                assert isinstance(store, KVStore)
+                shown = store.pushpull_shared(self._keys, grads, weights, average=average, samples=samples)
+                model.shared.take(shown)
+            else:
+                assert isinstance(store, KVStore) and model.clip_norm is not None
+                model.grad_norm = store.pushpull_clipped(
+                    self._keys, grads, model.clip_norm, weights, average=average, samples=samples
+                )
         finally:
             self.note_weights()  # they were written, also if it failed
         model.updates += 1
@@ -284,14 +311,26 @@ class ServerSteps(StoreSteps):
 
 
 class WorkerSteps(StoreSteps):
-    """Each step sums gradients over the store, and every worker updates its weights with the sums."""
+    """Each step sums gradients over the store, and every worker updates its weights with the sums.
 
+    Args:
+        model, feed, store: as of `StoreSteps`.
+        always_averages: whether sums are averages in steps with a batch size too.
+    """
+
+    _ballot: Ballot | None = None
     _summed: list[bool] | None = None
     """Trained parameters whose gradient `sum_gradients` has summed, until they are updated."""
+    _examples = 0
+    """Examples of the gradients of all workers in the last sum, as far as that is known."""
+
+    def __init__(self, model: Model, feed: Feed, store: KVStore | Adapted, always_averages: bool = False) -> None:
+        super().__init__(model, feed, store)
+        self._always_averages = always_averages
 
     def begin(self) -> None:
         super().begin()
-        self._exchange.open_ballot(self._model.optimizer)
+        self._ballot = open_ballot(self._store, self._model)
 
     def _make(self, grads: Grads, call: StepCall) -> None:
         self.meet()
@@ -300,14 +339,14 @@ class WorkerSteps(StoreSteps):
         self._sum_and_update(grads, call.average, self._feed.examples_of(call.batch_size, call.samples))
 
     def skip(self) -> None:
-        if self._exchange.has_others:
+        if self._store.num_workers > 1:
             self._sum_and_update([None] * len(self._model.trained), True, 0)
         else:
             self._model.watch.note_grads()
 
     def _sum_and_update(self, grads: Grads, average: Average, samples: int) -> None:
-        has_grad = self._exchange.sum(grads, average, samples)
-        self._model.update(1, has_grad, self._exchange.examples)
+        has_grad = self._sum(grads, average, samples)
+        self._model.update(1, has_grad, self._examples)
 
     def sum_gradients(self, average: bool, on_stale: Stale) -> None:
         model = self._model
@@ -319,9 +358,87 @@ class WorkerSteps(StoreSteps):
             )
         grads = model.watch.grads(on_stale)
         model.require_finite(grads)
-        self._summed = self._exchange.sum(grads, average, self._feed.examples_of())
+        self._summed = self._sum(grads, average, self._feed.examples_of())
 
     def update(self, call: StepCall) -> None:
         summed, self._summed = self._summed, None
-        examples = self._feed.examples_of(call.batch_size, call.samples) if summed is None else self._exchange.examples
+        examples = self._feed.examples_of(call.batch_size, call.samples) if summed is None else self._examples
         self._update(call, summed, examples)
+
+    def _sum(self, grads: Grads, average: Average, samples: int) -> list[bool]:
+        """Replace the gradients, on every device, by their sums over devices and workers.
+
+        Args:
+            grads: per trained parameter, on every device; None without a gradient.
+            average: whether the sums are divided: by the number of workers, or by that of all samples.
+            samples: examples of this worker's gradients; 0 if that is not known.
+
+        Returns:
+            For each trained parameter whether any worker had a gradient. Without that, it has no gradient afterwards.
+
+        Raises:
+            ValueError: some workers average and others sum, on a store that cannot mix the two; or only some give
+                their samples.
+            OptimizerMismatch: the workers' optimizers have different numbers.
+        """
+        is_weighted = average == "samples"
+        average = self._always_averages or (average is True)
+        here = [grad is not None for grad in grads]
+        if self._ballot is None:
+            self._exchange([position for position, is_here in enumerate(here) if is_here], grads, average)
+            self._examples = samples
+            return here
+        if is_weighted:
+            refuse_overflow(grads)
+            divide(grads, 1 / samples)
+        vote = self._ballot.cast(here, average and not is_weighted, is_weighted, samples)
+        self._exchange(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
+        given, (averaging, summing, weighing) = self._ballot.read(vote)
+        for (_, parameter), is_given in zip(self._model.trained, given, strict=True):
+            if not is_given:
+                parameter.drop_filled()
+        self._ballot.require_equal_numbers(vote)
+        self._examples = self._ballot.examples(vote)
+        if weighing:
+            if averaging or summing:
+                raise ValueError(
+                    "some workers called step(samples=n), which weighs their gradients, and others step() or"
+                    " step(batch_size): call the same on all workers"
+                )
+            scale([parameter for _, parameter in self._model.trained], 1 / (self._examples * self._ballot.share(vote)))
+        if averaging and summing and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
+            raise ValueError(
+                "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
+                f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"
+            )
+        return given
+
+    def _exchange(
+        self, positions: Sequence[int], grads: Grads, average: bool, vote: tuple[int, torch.Tensor] | None = None
+    ) -> None:
+        """Sum the gradients at these positions, and a vote: its key and its array."""
+        members = [self._model.trained[position] for position in positions]
+        for _, parameter in members:
+            parameter.fill_grads()
+        keys = [key for key, _ in members]
+        given = [grads[position] for position in positions]
+        places = [parameter.grads() or [] for _, parameter in members]
+        if vote is not None:
+            key, ballot = vote
+            keys, given, places = [*keys, key], [*given, [ballot]], [*places, [ballot]]
+        # In place is cheaper, and the usual case: every result has a given gradient.
+        complete = all(one is not None and len(one) == len(place) for one, place in zip(given, places, strict=True))
+        if keys:
+            self._store.pushpull(keys, given, out=None if complete else places, average=average)
+
+
+def open_ballot(store: KVStore | Adapted, model: Model) -> Ballot | None:
+    """Make the vote on gradients of workers that update, as a further key of the store; None for a single worker."""
+    key = len(model.parameters)
+    if store.num_workers == 1:
+        return None
+    store.leave_uncompressed([key])
+    ballot = Ballot(key, model.optimizer, len(model.trained), store.rank, store.num_workers)
+    blank = torch.from_numpy(np.zeros_like(ballot.cast([False] * len(model.trained), average=False)))
+    store.broadcast([NamedKey(key, "the vote on who has which gradients")], [blank], out=[[blank]])
+    return ballot

@@ -43,7 +43,6 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.training.data import Batches, Feed, SplitSampler
-from kvdist.training.exchange import Exchange
 from kvdist.training.grad_checks import Stale
 from kvdist.training.join import Join, NextStep
 from kvdist.training.local_steps import OuterSteps, outer_optimizer
@@ -795,12 +794,11 @@ class Trainer:
         if self._shares and on_server:
             model.shared = SharedWeights([parameter for _, parameter in model.trained])
         self._has_keys = True  # or some, if this fails
-        exchange = Exchange(used, model, self._always_averages)
-        if policy is not None:
-            return steps_of_policy(policy, model, feed, exchange)
-        if self._overlaps:
-            return OverlappedSteps(model, feed, exchange, sent if on_server else None)
-        return (ServerSteps if on_server else WorkerSteps)(model, feed, exchange)
+        if isinstance(used, KVStore) and policy is not None:
+            return steps_of_policy(policy, model, feed, used)
+        if isinstance(used, KVStore) and self._overlaps:
+            return OverlappedSteps(model, feed, used, sent if on_server else None)
+        return ServerSteps(model, feed, used) if on_server else WorkerSteps(model, feed, used, self._always_averages)
 
     _always_averages = False
     """Whether the store averages gradients also in steps with a batch size, as Horovod's trainer does."""
@@ -991,17 +989,17 @@ class Trainer:
             self._steps.require_nothing_sent(method, first)
 
 
-def steps_of_policy(policy: TrainingPolicy, model: Model, feed: Feed, exchange: Exchange) -> Steps:
+def steps_of_policy(policy: TrainingPolicy, model: Model, feed: Feed, store: KVStore) -> Steps:
     """Return the steps of a policy; their modules are loaded where they are used."""
     if isinstance(policy, LocalSteps) and policy.quorum is None:
-        return OuterSteps(policy, model, feed, exchange)
+        return OuterSteps(policy, model, feed, store)
     if isinstance(policy, Asynchronous):
         from kvdist.training.asynchronous import AsynchronousSteps
 
-        return AsynchronousSteps(policy, model, feed, exchange)
+        return AsynchronousSteps(policy, model, feed, store)
     from kvdist.training.quota import QuorumSteps, QuotaSteps
 
-    return (QuorumSteps if isinstance(policy, LocalSteps) else QuotaSteps)(policy, model, feed, exchange)
+    return (QuorumSteps if isinstance(policy, LocalSteps) else QuotaSteps)(policy, model, feed, store)
 
 
 def weakly(method: Callable[[int], object]) -> Callable[[int], None]:

@@ -31,13 +31,13 @@ def weight_of(store):
 def note_pushes(trainer):
     """Note what each push has: its first number and its examples, or None."""
     steps, pushes = trainer._steps, []
-    push = steps._exchange.begin_update
+    push = steps._begin_push
 
     def noted(grads, average, samples, out):
         pushes.append(None if grads[0] is None else (grads[0][0][0].item(), samples))
         return push(grads, average, samples, out)
 
-    steps._exchange.begin_update = noted
+    steps._begin_push = noted
     return pushes
 
 
@@ -117,14 +117,14 @@ def test_what_is_late_is_damped():
         weight, trainer = weight_of(store)
         trainer._start()
         steps, delays = trainer._steps, []
-        take = steps._exchange.take
+        take = steps._backend.wait
 
         def noted(future):
             due = take(future)
             delays.append(due.delay)
             return due
 
-        steps._exchange.take = noted
+        steps._backend.wait = noted
         for _ in range(20):
             time.sleep(SLOWNESS[store.rank])
             weight.grad = torch.full_like(weight, -1.0)

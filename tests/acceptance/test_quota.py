@@ -38,7 +38,7 @@ def batch(rank, step):
 
 def watch_pushes(steps, made, now):
     """Note which steps are in each push: `now` ends with the present one."""
-    add, push, open_ = steps.add, steps._exchange.begin_update, []
+    add, push, open_ = steps.add, steps._begin_push, []
 
     def adds(grads, samples):
         open_.append(now[-1])
@@ -49,7 +49,7 @@ def watch_pushes(steps, made, now):
         open_.clear()
         return push(*given)
 
-    steps.add, steps._exchange.begin_update = adds, pushes
+    steps.add, steps._begin_push = adds, pushes
 
 
 def gradients_again(history, net, rate):

@@ -87,7 +87,7 @@ class Queue:
 
 
 class Job:
-    """A worker of a policy with nobody else, and its exchange, whose pushes are under way until `answer`."""
+    """A worker of a policy with nobody else, and its store, whose pushes are under way until `answer`."""
 
     def __init__(self, policy):
         self.feed, self.pushes = Feed(), []
@@ -99,15 +99,19 @@ class Job:
     def steps_of(self, policy):
         return OuterSteps(policy, self.model, self.feed, self)
 
-    def take(self, future):
+    @property
+    def _backend(self):
+        return self
+
+    def wait(self, future):
         return future.result()
 
-    def update_some(self, grads, average, samples, which):
+    def pushpull(self, keys, grads, **options):
         raise AssertionError("nothing waits for an answer here")
 
-    def begin_update(self, grads, average, samples, out, which):
-        future = Future()
-        self.pushes.append((tuple(which), samples, future, out, [grad and grad[0].clone() for grad in grads]))
+    def pushpull_async(self, keys, grads, out, average, samples):
+        future, out = Future(), [places[0] for places in out]
+        self.pushes.append((tuple(keys), samples, future, out, [grad and grad[0].clone() for grad in grads]))
         return future
 
     def answer(self, number, value=0.0):
@@ -138,17 +142,17 @@ class QuotaJob(Job):
         kind = QuotaSteps if isinstance(policy, kvdist.Quota) else QuorumSteps
         return kind(policy, self.model, self.feed, self)
 
-    def begin_update(self, grads, average, samples, out):
-        future = super().begin_update(grads, average, samples, out, range(3))
+    def pushpull_async(self, *args, **options):
+        future = super().pushpull_async(*args, **options)
         self.made.put(future)
         return future
 
-    def report(self, samples, when, quota, now, together):
+    def report_progress(self, key, work, when, quota, now, together):
         due = Future()
         due.set_result(Due(0, 0, False, 0))
         return due
 
-    def take(self, future):
+    def wait(self, future):
         if self.interrupts and not future.done():
             raise KeyboardInterrupt
         return future.result()
@@ -189,7 +193,7 @@ def test_where_an_exchange_takes_longer_than_a_step_a_worker_takes_the_newest_we
     pushes = [(push[1], first_of(push)) for push in job.pushes]
     assert pushes == [(1, 0.5), (0, None), (10, 1.5), (100, 2.5), (1000, 3.5)]
     assert job.queue.used == 111, "the push with the last 1000 is under way"
-    assert len({id(push[3]) for push in job.pushes}) == 2, "one more copy of the weights is enough"
+    assert len({id(push[3][0]) for push in job.pushes}) == 2, "one more copy of the weights is enough"
 
 
 def test_local_steps_of_such_a_worker_are_each_in_one_push_and_kept_meanwhile():
@@ -258,7 +262,7 @@ def test_a_push_that_fails_raises_once_and_counts_as_pushed(local_steps):
 def test_what_a_push_could_not_send_is_in_the_next_one():
     job = QuotaJob(kvdist.quota(8))
     with contextlib.closing(job.steps):
-        with mock.patch.object(job, "begin_update", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(job, "pushpull_async", side_effect=MemoryError), pytest.raises(MemoryError):
             job.step(2, 1.0)
         job.step(6, 3.0)
     assert [(push[1], first_of(push)) for push in job.pushes] == [(8, 2.5)]
