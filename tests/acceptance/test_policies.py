@@ -117,14 +117,14 @@ def test_what_is_late_is_damped():
         weight, trainer = weight_of(store)
         trainer._start()
         steps, delays = trainer._steps, []
-        take = steps._backend.wait
+        report = steps._report
 
-        def noted(future):
-            due = take(future)
-            delays.append(due.delay)
-            return due
+        def noted(*progress):
+            future = report(*progress)
+            future.add_done_callback(lambda answered: delays.append(answered.result().delay))
+            return future
 
-        steps._backend.wait = noted
+        steps._report = noted
         for _ in range(20):
             time.sleep(SLOWNESS[store.rank])
             weight.grad = torch.full_like(weight, -1.0)
