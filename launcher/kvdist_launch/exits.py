@@ -1,4 +1,4 @@
-"""How a process of the job has ended, and the words for that. Pure."""
+"""How a process of the job ended, and how messages describe that. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
     % b"|".join(f"{one.__module__}.{one.__qualname__}".encode() for one in (PeerLostError, RankLostError))
 )
-"""How the last line of a traceback begins if a worker did not catch the error; torch.distributed puts the rank before
-it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
+"""Begin of the last line of a traceback if a worker did not catch the error; torch.distributed puts the rank before it.
+Most such workers end with EXIT_PEER_LOST, but a program may install a hook for uncaught exceptions."""
 
 TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
 """What torch.distributed writes before the lines of a traceback."""
 
 EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
-"""The end of a traceback, and not what a program has written last before it ended in another way."""
+"""Last line of a traceback, as opposed to the last line of a program that ended in another way."""
 
 ROLE_PREFIX = "kvdist: "
 """What a scheduler or a server writes before the reason why it ends."""
@@ -33,7 +33,7 @@ GAVE_UP = re.compile(
     rf"{DeadlineExceeded.__module__}\.{DeadlineExceeded.__qualname__}: (?P<waiting>.*); the job ends after"
     r" (?P<limit>\S+ s) of this \(KVDIST_STALL_SHUTDOWN_S\)"
 )
-"""The error of a worker that has waited for another one for as long as the user allows."""
+"""Error of a worker that has waited for another worker for as long as the user allows."""
 
 HOST_LOST = 255
 """The exit code of ssh after a lost connection, and of a job that loses a host."""
@@ -42,10 +42,10 @@ VERDICT_MAX = 4 * TEXT_MAX
 """Characters of a scheduler's verdict, which may name eight workers, and ends with what to do."""
 
 SENTENCE_MAX = 300
-"""Characters of a last line by which two failures are compared."""
+"""Characters of a last line that count when two failures are compared."""
 
 CLAUSE_MAX = 150
-"""Characters that are repeated of a text that is shown elsewhere."""
+"""Characters that are repeated of a text that is shown in full elsewhere."""
 
 SIGNAL_BASE = 128
 """A shell's exit code for a process that a signal killed is this plus the signal's number."""
@@ -53,15 +53,15 @@ SIGNAL_BASE = 128
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How one process ended.
+    """How a process ended.
 
     Attributes:
         status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
         last_error_line: the last line it printed to standard error.
-        exception_line: the line that names the exception, of a traceback at the end of it.
-        host: the host it ran on; empty if there is only this machine.
-        lost: why its host cannot be reached any more, if so; `status` is then not its own.
-        life: how often it had been started before, as its ``KVDIST_RESTARTS`` says.
+        exception_line: the line that names the exception, of a traceback at the end of standard error.
+        host: the host it ran on; empty if the job uses only this machine.
+        lost: why its host cannot be reached any more, or empty; `status` is then not the process's.
+        life: how often it had been restarted, as its ``KVDIST_RESTARTS`` says.
     """
 
     node: NodeId
@@ -75,24 +75,25 @@ class ProcessExit:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it ended in any other way than exit code 0."""
+        """Whether its exit code was not 0."""
         return self.status != 0
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it failed because another process was lost, by its exit code or its own traceback."""
+        """Whether it failed because another process was lost, by its exit code or its traceback."""
         says_so = self.node.role is Role.WORKER and PEER_LOST_TRACEBACK.match(self.last_error_line) is not None
         return self.status == EXIT_PEER_LOST or (self.status == 1 and says_so)
 
     @property
     def lost_peer(self) -> str:
-        """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
+        """The peer that a consequence lost and why: its last line, in the words of the scheduler."""
         line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
         return printable(line.partition(": ")[2].strip(), VERDICT_MAX)
 
     @property
     def error(self) -> str:
-        """Why it failed, by the exception that ended it, or a scheduler's or server's own word; empty if not known."""
+        """Why it failed, by the exception that ended it, or by the message of a scheduler or server; empty if not
+        known."""
         if self.status <= 0 or self.lost or self.is_consequence:
             return ""
         last, raised = (
@@ -105,7 +106,7 @@ class ProcessExit:
 
     @property
     def gave_up(self) -> str:
-        """For whom it has waited until the user's limit, so that the other one is the cause; empty if it has not."""
+        """The peer that it awaited until the user's limit, which makes the peer the cause; empty if it did not."""
         found = GAVE_UP.fullmatch(self.error)
         if found is None:
             return ""
@@ -116,20 +117,21 @@ class ProcessExit:
 
     @property
     def last_words(self) -> str:
-        """The last line of its standard error, as what follows a sentence; empty if it has written none."""
+        """The last line of its standard error, to append to a sentence; empty if it has written none."""
         line = printable(self.last_error_line.decode(errors="replace").strip())
         return f"; the last line of its standard error: {line}" if line else ""
 
     @property
     def deadlock(self) -> str:
-        """Who waits for whom, if the job ended by a deadlock: all its processes say the same."""
+        """The workers that wait for each other, if the job ended by a deadlock: all its processes print the same
+        line."""
         line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
         found = DEADLOCK.fullmatch(line) if self.status == 1 else None
         return "" if found is None else printable(found[1], VERDICT_MAX)
 
     @property
     def doubt(self) -> int:
-        """Orders exits seen at the same moment: the likelier one is the first cause, the lower."""
+        """Sort key for exits seen at the same moment: the likelier the exit is the first cause, the lower."""
         if self.status < 0 or self.lost:
             return 0
         return 3 if self.is_consequence else 1 if self.is_failure else 2
@@ -151,7 +153,7 @@ class ProcessExit:
 
     @property
     def way(self) -> str:
-        """How it ended, as what follows its name."""
+        """How it ended, as a predicate that follows its name."""
         if self.lost:
             return f"was lost: {self.lost}"
         if self.status < 0:
@@ -166,7 +168,7 @@ class ProcessExit:
 
 
 def process_name(node: NodeId, pid: int, host: str) -> str:
-    """``worker-1 on d2 (pid 42)``, without the host if there is only one machine."""
+    """``worker-1 on d2 (pid 42)``, without the host if the job uses only this machine."""
     return f"{node} on {host} (pid {pid})" if host else f"{node} (pid {pid})"
 
 

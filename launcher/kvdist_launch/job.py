@@ -1,35 +1,38 @@
-"""When a job has failed, which process failed it, which processes are told to end, and the summary of the job.
+"""Decides when a job has failed, which process failed it, and which processes to signal; writes the summary of the job.
 
 Pure but for `write_summary`: exits, signals and times come in, actions come out. Rules:
 
-- The job is done when every worker has ended with 0. Scheduler and servers then end by themselves, or are ended.
-- The first process that fails is the cause. The others get a grace to notice (they raise `PeerLostError`), then
+- The job is done when every worker has ended with exit code 0. Scheduler and servers then end by themselves; the
+  launcher terminates those that do not.
+- The first process that fails is the cause. The others get a grace period to notice (they raise `PeerLostError`), then
   SIGTERM, then SIGKILL. Later failures are consequences and are not named.
-- A process that ends because it lost a peer is a consequence even if it was seen first (a failing worker reports to
-  the scheduler before its process has ended): it is the cause only if nothing else failed. For a scheduler or server
-  it is not a failure at all once every worker has succeeded.
-- A server that ends with 0 while workers run is right if the scheduler also ends with 0 (all workers have said
-  goodbye). Otherwise that server is the cause.
-- Without servers the launcher tells no process of a failure: ranks tell each other through their operations, and the
-  others are terminated after the grace.
-- Where a job goes on without lost workers (``--on-loss continue``), one that fails is told and recorded, while others
-  run or one has finished. If the scheduler ends the job all the same, the last such failure is the cause.
-- There a scheduler or server that is killed when every worker has ended with 0 fails nothing, and is not started again.
-- Where single processes are started again (``--restart N``), `Restarts` says whether and when. Each start is a life of
-  its own, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
-  scheduler, nothing is started any more.
-- A process that a signal has stopped for 3 s, or a third of the patience, is told of, in every phase. If the others
-  lose it because it was silent, the closing line says so. Told of are, after 10 s, workers for whose end the job waits:
-  when all have left the cluster, or have said goodbye and are awaited by the others (``--on-loss wait``), or
-  in a job without servers when others have finished. They may have work of their own, and are left alone; but if each
-  of them is stopped, or has ended but for threads, they are killed after the grace.
+- A process that ends because it lost a peer is a consequence even if its exit was seen first (a failing worker reports
+  to the scheduler before its process has ended): it is the cause only if nothing else failed. The loss of a peer is no
+  failure of a scheduler or server once every worker has succeeded.
+- A server that ends with 0 while workers run is right if the scheduler also ends with 0 (all workers have taken leave).
+  Otherwise that server is the cause.
+- Without servers the launcher reports failures to no process: ranks learn of them through their operations, and the
+  others are terminated after the grace period.
+- Where a job goes on without lost workers (``--on-loss continue``), the loss of a worker is reported and recorded,
+  while others run or have finished. If the scheduler ends the job all the same, the last such failure is the cause.
+- In such a job a scheduler or server that is killed after every worker has ended with 0 fails nothing, and is not
+  restarted.
+- Where single processes are restarted (``--restart N``), `Restarts` decides whether and when. Each start begins a new
+  life, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
+  scheduler, no process is restarted.
+- A process that a signal has stopped for 3 s, or for a third of the patience, is reported to the user in every phase.
+  If the others lose it because it was silent, the closing line explains that.
+- After 10 s the user hears which workers the job waits for: when all have left the cluster, or have taken leave while
+  the others await them (``--on-loss wait``), or in a job without servers when others have finished. Such workers may
+  still be busy and are left alone; but if each of them is stopped, or has ended except for threads, they are killed
+  after the grace period.
 - Where all workers wait for each other, that deadlock is the cause, whichever process is seen to end first.
-- If other processes are still there half a second after a failure, the user is told of it, and how long the job waits.
-- The closing lines are one paragraph: the last lines of the cause, if the user has not just seen them; how often which
-  process was started, and how the others ended, if not for the loss of another one; and last the cause, or that all
+- If other processes still run half a second after a failure, the launcher prints the failure and how long it waits.
+- The closing lines are one paragraph: the last lines of the cause, if they are not on the screen; how often which
+  process was started, and how the others ended, unless because they lost a peer; and last the cause, or that all
   workers ended by the same error, the error, and what to do if the error does not say that.
-- A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
-  the grace is terminated. A second interruption kills.
+- A first interruption sends SIGINT to the workers; servers live on so that workers can still save. Processes that
+  outlive the grace period are terminated. A second interruption kills.
 
 A summary (``--json-summary``) is one JSON object:
 
@@ -37,11 +40,11 @@ A summary (``--json-summary``) is one JSON object:
 - ``duration_s``: from the launcher's start to the last process's end.
 - ``outcome``: ``finished``, ``failed``, ``interrupted``, or ``not started`` if something was wrong before any start.
 - ``sentence``: the closing sentence for people.
-- ``first_failure``: null, or the cause: ``node`` (``worker-3``), ``role``, ``rank``, ``host`` (empty if there is only
-  one machine), ``pid``, ``exit_code`` or ``signal``, ``after_s`` since its own start, ``last_lines`` (both outputs).
-- ``processes``: one for each that was started, those of earlier attempts and lives too: ``node``, ``host``, ``pid``,
-  ``restarts`` (how often it had been started before), ``exit_code`` or ``signal``, ``started_s`` and ``ended_s`` since
-  the launcher's start. A process of a lost host has ``lost``, a sentence, in the place of the code.
+- ``first_failure``: null, or the cause: ``node`` (``worker-3``), ``role``, ``rank``, ``host`` (empty if the job uses
+  only this machine), ``pid``, ``exit_code`` or ``signal``, ``after_s`` since its start, ``last_lines`` (both outputs).
+- ``processes``: an entry for every started process, those of earlier attempts and lives included: ``node``, ``host``,
+  ``pid``, ``restarts`` (how often it had been restarted), ``exit_code`` or ``signal``, ``started_s`` and ``ended_s``
+  since the launcher's start. A process of a lost host has ``lost``, a sentence, in the place of the code.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
 
 TIMES_MAX = 4
-"""Ends of one process by the same signal or code, of which each is listed with its time."""
+"""Largest number of equal ends of a process (same signal or exit code) that are listed with a time each."""
 
 REPEAT_S = 0.25
 """Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
@@ -76,32 +79,32 @@ CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGIL
 """Signals by which a mistake in compiled code ends a process."""
 
 STILL_S = 10.0
-"""How long a process may keep a job from ending before it is told of."""
+"""Time that a process may keep a job from ending before the launcher reports it."""
 
 NOTICE_S = 0.5
-"""How long other processes may still be there after a failure before the user is told of it."""
+"""Time from a failure until the launcher reports it to the user, if other processes still run then."""
 
 STOPPED_S_MAX = 3.0
-"""How long a signal may have stopped a process before it is told of."""
+"""Longest time that a process may be stopped by a signal before the launcher reports it."""
 
 WITHOUT_COPY = (
     "no other process has its weights. --replicas 1 would keep a copy, or --snapshots DIR with --restart N a snapshot"
     " (not of a dist_async store)"
 )
-"""What to do about a lost server where the others would have gone on; workers have printed more."""
+"""What to do about a lost server in a job whose workers would have gone on; the workers' errors have the details."""
 
 INDENT = "    "
 
 
 @dataclass(frozen=True)
 class GracePeriods:
-    """How long the launcher waits before the next, harder step.
+    """How long the launcher waits before the next, harder step, in seconds.
 
     Attributes:
-        grace_s: for the others to end by themselves after a failure or an interruption.
-        farewell_s: for scheduler and servers to end after the last worker has.
-        terminate_s: between SIGTERM and SIGKILL.
-        patience_s: after which the others lose a process that is silent.
+        grace_s: time for the other processes to end by themselves after a failure or an interruption.
+        farewell_s: time for scheduler and servers to end after the last worker has ended.
+        terminate_s: time between SIGTERM and SIGKILL.
+        patience_s: silence of a process after which the others evict it.
     """
 
     grace_s: float = 5.0
@@ -111,7 +114,8 @@ class GracePeriods:
 
     @property
     def stopped_s(self) -> float:
-        """How long a signal may have stopped a process before the user is told, who can let it go on in time."""
+        """Time that a process may be stopped before the user is warned, short enough to let it continue before its
+        eviction."""
         return min(STOPPED_S_MAX, self.patience_s / 3)
 
 
@@ -125,14 +129,14 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Tell the user."""
+    """Print a message for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start `node` again; it had been started `life` times before."""
+    """Restart `node`; `life` is the number of this start, counted from 1 for the first restart."""
 
     node: NodeId
     life: int
@@ -143,12 +147,12 @@ Action = SendSignal | Say | Restart
 
 @dataclass
 class ProcessRecord:
-    """One process from its start to its end, in seconds since the launcher's start.
+    """A process from its start to its end, in seconds since the launcher's start.
 
     Attributes:
-        host: where it runs; empty if there is only one machine.
+        host: the host it runs on; empty if the job uses only this machine.
         exit: how it ended; None while it runs.
-        was_signalled: whether the launcher told it to end.
+        was_signalled: whether the launcher sent it a signal to end it.
     """
 
     node: NodeId
@@ -160,7 +164,7 @@ class ProcessRecord:
 
 
 class Phase(enum.Enum):
-    """What the job is going through; each phase with a deadline leads to TERMINATING, and that to KILLING."""
+    """Phases of a job; each phase with a deadline leads to TERMINATING, and that to KILLING."""
 
     RUNNING = enum.auto()
     CLOSING = enum.auto()
@@ -178,15 +182,15 @@ class Job:
         now: the start of this attempt.
         grace: how long to wait for processes to end.
         launched: the start of the launcher; None is `now`.
-        goes_on: whether the other workers go on when one is lost.
-        restarts: says who is started again; None if nobody is.
-        replicas: whether that holds for servers, too, as others have copies of what they have.
-        waits: whether the other workers wait until a lost one is back.
+        goes_on: whether the other workers go on when a worker is lost.
+        restarts: decides which processes are restarted; None restarts none.
+        replicas: whether the job also survives the loss of a server, as other servers have copies of its data.
+        waits: whether the other workers wait until a lost worker is back.
 
     Attributes:
-        cause: the exit that failed the job; None while there is none.
+        cause: the exit that failed the job; None while the job has not failed.
         records: every process that was started.
-        killed: the workers that were killed, as the job waited for nothing but their end.
+        killed: the workers that were killed because nothing but their end kept the job from ending.
         sentence: how the attempt ended; empty until `conclude`.
         last_lines: the last lines of the process that failed the job; see `conclude`.
     """
@@ -207,23 +211,23 @@ class Job:
         self._grace = GracePeriods() if grace is None else grace
         self._goes_on = goes_on
         self._losses: list[tuple[ProcessExit, float]] = []
-        """The failures after which the others have gone on, and when they were."""
+        """Failures that the job survived, each with its time."""
         self._restarts = restarts
         self._due: dict[NodeId, float] = {}
-        """Who is to be started again, and when."""
+        """Processes to restart → time of the restart."""
         self._lives: Counter[NodeId] = Counter()
-        """How often each was started again."""
+        """Number of restarts by process."""
         self._joined: dict[NodeId, int] = {}
-        """Of those that were started again: the life that has joined the others."""
+        """Restarted process → the last life in which it joined the cluster."""
         self._at_work: dict[NodeId, int] = {}
-        """The life of each that was at work last."""
+        """Process → the last life in which it was at work."""
         self._leaving: dict[NodeId, int] = {}
-        """The life of each in which it said goodbye, while the others wait for how it ends."""
+        """Worker → the life in which it took leave, while the others wait for its exit code."""
         self._late: list[NodeId] = []
-        """Who had not joined them when they had finished."""
+        """Restarted workers that had not rejoined when the other workers finished."""
         self._is_dissolved = False
         self._why = ""
-        """What follows the cause, after a semicolon."""
+        """Explanation appended to the cause, after a semicolon."""
         self._began = now
         self._nodes = list(nodes)
         self._alive = list(nodes)
@@ -236,25 +240,25 @@ class Job:
         self._has_finished = False
         """Whether a worker has ended with 0."""
         self._still: dict[NodeId, float] = {}
-        """Who stands still, or has ended but for threads, and since when."""
+        """Idle process (stopped by a signal, or ended except for threads) → time since when."""
         self._stopped: dict[NodeId, int] = {}
-        """Of those: whom a signal has stopped, or the process that it waits for, by its process id."""
+        """Idle process that a signal has stopped → id of the stopped process: itself or the child that it waits for."""
         self._lost_peer = ""
-        """Which process the job lost or awaited and why, if the process that ended is not the cause of that."""
+        """The peer that the job lost or awaited and why, if the process that ended first is not the cause of that."""
         self._untold: dict[NodeId, str] = {}
-        """What is to be told of those, after `STILL_S`."""
+        """Idle process → warning to print after `GracePeriods.stopped_s`."""
         self._changed_at = now
-        """The last end of a process, or change of who stands still."""
+        """Time when a process last ended or a process last became idle or active."""
         self._is_end_told = False
         self._kill_at: float | None = None
-        """When those are killed that alone keep the job from ending, and stand still."""
+        """When to kill the idle processes that alone keep the job from ending."""
         self.killed: list[NodeId] = []
         self.launched = now if launched is None else launched
         self.cause: ProcessExit | None = None
         self._phase_until: float | None = None
         """The end of the phase."""
         self._notice: tuple[float, str] | None = None
-        """When the user is told why the job fails, if other processes are still there, and the sentence."""
+        """When to print why the job fails if other processes still run then, and the sentence."""
         self.records: list[ProcessRecord] = []
         self.sentence = ""
         self.last_lines: list[str] = []
@@ -269,24 +273,25 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether every process has ended, and none is to be started again."""
+        """Whether every process has ended and none awaits a restart."""
         return not self._alive and not self._due
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the user or the system asked for its end."""
+        """Whether the user or the system has interrupted the job."""
         return self._interruption is not None
 
     def started(self, processes: Iterable[tuple[NodeId, str]], now: float) -> None:
-        """Record processes that were started, each with its host (empty if there is only one machine)."""
+        """Record started processes, each with its host (empty if the job uses only this machine)."""
         self.records += [ProcessRecord(node, host, now - self.launched) for node, host in processes]
 
     def placed(self, pids: Iterable[tuple[NodeId, int]]) -> None:
-        """These processes run under these process ids."""
+        """Record the process ids of processes."""
         self._pids.update(pids)
 
     def stopped(self, node: NodeId, pid: int, now: float) -> None:
-        """A signal has stopped a process, or the one of this process id that it waits for; 0 is that it goes on."""
+        """Record that a signal stopped process `pid`: the node's process or a child that it waits for; 0 if it
+        continues."""
         if node in self._alive:
             self._forget_still(node, now)
             if pid:
@@ -297,7 +302,7 @@ class Job:
                 )
 
     def lingers(self, node: NodeId, now: float) -> None:
-        """A worker has said that it has ended but for threads, for as long as is told of."""
+        """Record that a worker has ended except for threads for `STILL_S`, as its message reports."""
         if node in self._alive:
             self._forget_still(node, now)
             self._still[node] = now - STILL_S
@@ -309,7 +314,7 @@ class Job:
         self._changed_at, self._is_end_told, self._kill_at = now, False, None
 
     def ended(self, exits: Iterable[ProcessExit], now: float) -> list[Action]:
-        """Take note of processes that ended; those of one call count as having ended at the same moment."""
+        """Record ended processes; those of one call count as having ended at the same moment."""
         batch = sorted((one for one in exits if one.life >= self._lives[one.node]), key=lambda one: one.doubt)
         for one in batch:
             self._alive.remove(one.node)
@@ -324,7 +329,7 @@ class Job:
         return [*told, *self._go_on(now)]
 
     def _go_on(self, now: float) -> list[Action]:
-        """Nothing has failed the job: what follows when the last worker has ended."""
+        """Proceed after exits that did not fail the job: end the rest once the last worker has ended."""
         if self._phase is Phase.RUNNING and not self._is_worked_on():
             self._early_server = None
             self._enter(Phase.CLOSING, now + self._grace.farewell_s)
@@ -333,19 +338,22 @@ class Job:
         return []
 
     def joined(self, node: NodeId, life: int) -> None:
-        """A process that was started again takes part."""
+        """Record that a restarted process has joined the cluster."""
         self._joined[node] = life
 
     def at_work(self, node: NodeId, life: int) -> None:
-        """A worker has made a step in this life, or a server has joined; so is the scheduler that says so."""
+        """Record that a worker has made a step or a server has joined in this life; the scheduler, which reports it,
+        works too."""
         self._at_work |= {node: life, SCHEDULER: self._lives[SCHEDULER]}
 
     def leaves(self, node: NodeId, life: int, now: float) -> None:
-        """A worker says goodbye in its end, and all wait for the exit code of this life."""
+        """Record that a worker takes leave as its interpreter ends, while the others wait for the exit code of this
+        life."""
         self._leaving[node], self._changed_at, self._is_end_told = life, now, False
 
     def given_up(self, node: NodeId, life: int) -> list[Action]:
-        """The others go on without a process that may still be there, stopped or cut off: it must not go on either."""
+        """Kill an evicted process that may still run, stopped or cut off: the others go on without it, so it must not
+        go on."""
         if self._phase is not Phase.RUNNING or node not in self._alive or self._lives[node] != life:
             return []
         why = "wait for one in its place" if self._waits else "go on without it"
@@ -368,7 +376,7 @@ class Job:
         return [Say(text), *self._signal_all(signal.SIGINT, self._workers_alive())]
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due at `now`."""
+        """Return the actions due at `now`."""
         again = self._start_due(now) + self._tell_still(now) + self._await_end(now) + self._tell_failure(now)
         if self._phase_until is None or now < self._phase_until:
             return again
@@ -402,7 +410,8 @@ class Job:
         return [Say(text)]
 
     def _awaited(self) -> list[NodeId]:
-        """The workers for whose end the job waits: all have left it, or without a scheduler others have finished."""
+        """Workers whose end the job waits for: all have left the cluster, or without a scheduler others have
+        finished."""
         if self._phase is not Phase.RUNNING or self._due:
             return []
         alive = self._workers_alive()
@@ -410,7 +419,8 @@ class Job:
         return alive if has_left or self._is_dissolved or (self._has_finished and SCHEDULER not in self._nodes) else []
 
     def _end_told_at(self) -> float | None:
-        """When to tell for whose end the job waits; None if that was told, or they still take part in it."""
+        """When to report which workers the job waits for; None if that was reported, or if they still take part in the
+        job."""
         awaited = self._awaited()
         if not awaited or self._is_end_told:
             return None
@@ -419,7 +429,7 @@ class Job:
         return self._changed_at + STILL_S
 
     def _await_end(self, now: float) -> list[Action]:
-        """Tell for whose end the job waits, and kill who will not end by itself."""
+        """Report which workers the job waits for, and kill those that will not end by themselves."""
         awaited, told_at = self._awaited(), self._end_told_at()
         if told_at is not None and told_at <= now:
             self._is_end_told = True
@@ -448,7 +458,7 @@ class Job:
 
         Args:
             now: when the last process ended.
-            last_lines: the last lines that the process printed that failed the job.
+            last_lines: the last lines printed by the process that failed the job.
             is_on_screen: whether the user has just seen them.
         """
         self.sentence, self.last_lines = self._closing_sentence(now), list(last_lines)
@@ -485,12 +495,12 @@ class Job:
 
     @property
     def _deadlock(self) -> str:
-        """Who waits for whom, if the job ended by a deadlock."""
+        """The workers that wait for each other, as a text, if the job ended by a deadlock; else empty."""
         ends = [] if self.cause is None else [self.cause, *self._last_exits()]
         return next((one.deadlock for one in ends if one.deadlock), "")
 
     def _explanation(self) -> str:
-        """What follows the exit code: why, and what to do."""
+        """Explanation and advice that follow the exit code in the closing sentence."""
         if self.cause is None:
             return ""
         if self._deadlock:
@@ -522,7 +532,7 @@ class Job:
         return self.cause is not None and bool(self.cause.error) and other.error == self.cause.error
 
     def _cure(self, cause: ProcessExit) -> str:
-        """What to do about a process that cannot say itself why it ended; empty where only its program knows."""
+        """What to do about a process that cannot explain its end itself; empty where only its program could."""
         if cause.status >= 0 and not cause.lost:
             return ""
         hints = []
@@ -542,7 +552,7 @@ class Job:
         return "; ".join(hints)
 
     def _fates_of_others(self) -> str:
-        """How the processes ended that did not end by the error of the cause, one clause for each way."""
+        """How the processes ended that did not end by the error of the cause, a clause for each way."""
         fates: dict[str, Counter[Role]] = {}
         last = self._last_exits()
         for record in self.records:
@@ -560,7 +570,7 @@ class Job:
         return list({record.node: record.exit for record in self.records if record.exit is not None}.values())
 
     def _lives_told(self) -> list[str]:
-        """For each process that was started again a sentence: how often, and how it ended each time."""
+        """A sentence for each restarted process: how often it was started, and how it ended each time."""
         ends: dict[NodeId, list[tuple[str, float]]] = {}
         since_s = self._began - self.launched
         for record in self.records:
@@ -571,7 +581,7 @@ class Job:
         return [f"{line}; it {_ways(ends[node])}" for node, line in lines.items()]
 
     def _judge(self, one: ProcessExit, now: float) -> list[Action]:
-        """Decide whether this exit, the next in order of time, is what failed the job. Returns what to say if not."""
+        """Decide whether this exit, the next in order of time, failed the job. Returns the actions if it did not."""
         if self._phase not in (Phase.RUNNING, Phase.CLOSING, Phase.FAILING):
             return []
         if one.is_failure and one.node not in self._late:
@@ -588,7 +598,7 @@ class Job:
         return []
 
     def _dissolve(self) -> list[Action]:
-        """The others have finished: who was to join them again has nothing to join, and would wait for long."""
+        """Kill restarted workers that have not rejoined: the others have finished, and they would wait for long."""
         self._is_dissolved = True
         self._late = [one for one in self._workers_alive() if self._joined.get(one, 0) != self._lives[one]]
         told: list[Action] = [Say(f"{one} is not started again: the others have finished") for one in self._due]
@@ -597,7 +607,7 @@ class Job:
         return told + self._signal_all(signal.SIGKILL, self._late)
 
     def _survive(self, one: ProcessExit, now: float) -> list[Action] | None:
-        """Let the others go on after a failure, if they can. Returns what to say; None if it fails the job."""
+        """Let the others go on after a failure, if they can. Returns the actions; None if the failure ends the job."""
         if self.cause is not None:
             self._note_repeated(one)
             return None
@@ -625,7 +635,7 @@ class Job:
         return [] if one.is_consequence and not why else [Say(f"{one}{why}; {others}")]
 
     def _note_repeated(self, one: ProcessExit) -> None:
-        """Say of an error that has come twice that it has, also where its consequences were seen first."""
+        """Explain in the closing line that an error came twice, also where its consequences were seen first."""
         if self._restarts and not (self._why or one.is_consequence) and self._phase is Phase.FAILING:
             verdict = self._restarts.judge(one, self._lived_s(one))
             self._why = f"; {verdict.text}" if verdict is not None and verdict.ends_job else ""
@@ -668,7 +678,8 @@ class Job:
             self._why = "; the job had waited for nothing but its end"
 
     def _loss_behind(self, one: ProcessExit) -> str:
-        """Which process this one lost or awaited, and why: the scheduler does not see that a silent one is stopped."""
+        """The peer that this process lost or awaited, and why: the scheduler cannot see that a silent process is
+        stopped."""
         for node, pid in self._stopped.items():
             if one.lost_peer.startswith(f"{node} (") and UNHANDLED not in one.lost_peer:
                 return (
@@ -720,17 +731,17 @@ class Job:
         return [node for node in self._alive if node.role is Role.WORKER]
 
     def _is_done(self) -> bool:
-        """Whether all workers have finished, but for those that the job goes on without."""
+        """Whether all workers have finished, except those that the job goes on without."""
         last = {one.node: one.exit for one in self.records if one.node.role is Role.WORKER}
         return self._phase is Phase.CLOSING or all(how is not None and not how.is_failure for how in last.values())
 
     def _is_worked_on(self) -> bool:
-        """Whether there are workers, or will be."""
+        """Whether any worker runs or awaits its restart."""
         return any(node.role is Role.WORKER for node in (*self._alive, *self._due))
 
 
 def _ways(ends: Sequence[tuple[str, float]]) -> str:
-    """How a process ended several times, each with its time: equal ways once."""
+    """How a process ended several times, each end with its time; equal ends are joined."""
     times: dict[str, list[float]] = {}
     for way, at_s in ends:
         times.setdefault(way, []).append(at_s)
@@ -747,7 +758,7 @@ def _seconds(duration_s: float) -> str:
 
 
 def _fate(record: ProcessRecord, how: ProcessExit) -> str:
-    """How a process ended, as what follows its name."""
+    """How a process ended, as a predicate that follows its name."""
     if how.lost:
         return "was lost with its host"
     if not how.is_failure:
@@ -785,7 +796,7 @@ def summary(jobs: Sequence[Job], exit_code: int, now: float, reason: str = "") -
         jobs: every attempt; at least one.
         exit_code: the launcher's.
         now: when the last process ended.
-        reason: why the job was not started, or not all of it; empty if it was.
+        reason: why the job, or part of it, was not started; empty if all of it was.
     """
     records = [record for job in jobs for record in job.records]
     concluded = last_concluded(jobs)
@@ -808,7 +819,7 @@ def summary(jobs: Sequence[Job], exit_code: int, now: float, reason: str = "") -
 
 
 def last_concluded(jobs: Sequence[Job]) -> Job:
-    """The last attempt that came to an end, or else the last one."""
+    """The last attempt that was concluded, or else the last attempt."""
     return next((job for job in reversed(jobs) if job.sentence), jobs[-1])
 
 
@@ -840,7 +851,7 @@ def _exit_fields(how: ProcessExit) -> dict[str, Any]:
 
 
 def write_summary(path: Path, fields: dict[str, Any]) -> None:
-    """Write a summary so that a reader of the file finds all of it, or nothing.
+    """Write a summary atomically: a reader of the file finds all of it, or nothing.
 
     Args:
         path: the file. A link is followed; a pipe or device is written to.

@@ -1,10 +1,10 @@
-"""What processes print: shown in the launcher's own output one whole line at a time, logged, and the last lines kept.
+"""Output of processes: shown by the launcher in whole lines, logged, and the last lines kept.
 
 Every line gets a short prefix with the name of its process: ``w0 │``, or ``w0@d1 │`` on several hosts. Bytes pass
-through as they are: no decoding, so nothing that a process prints can be refused or changed. A carriage return ends a
-line too, as progress bars use it, and no line is kept longer than `LINE_BYTES_MAX` while waiting for its end.
+through unchanged: they are not decoded, so no output can be refused or altered. A carriage return ends a line too, as
+progress bars use it, and a line longer than `LINE_BYTES_MAX` is shown in pieces.
 
-Text from other machines (ssh, login scripts, agents) is escaped and cut before it becomes part of a sentence of ours.
+Text from other machines (ssh, login scripts, agents) is escaped and cut before it becomes part of a message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId, Role
 
 OUT, ERR = 0, 1
-"""The streams of standard outputs and of standard errors."""
+"""Numbers of the streams: standard output and standard error."""
 
 PROGRAM = "kvdist-launch"
 """The prefix of the launcher's own messages."""
@@ -43,50 +43,51 @@ TEXT_MAX = 1000
 """Characters that are kept of a text from another machine."""
 
 WRITE_BYTES = select.PIPE_BUF
-"""A pipe or a terminal that can be written to takes so much at once."""
+"""Bytes that a pipe or a terminal that is ready for writing takes without blocking."""
 
 FULL_BYTES = 1 << 20
-"""If more waits to be written, producers pause."""
+"""Bytes waiting to be written above which producers pause."""
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-"""ANSI foreground colours given to workers in turn; red is left to errors."""
+"""ANSI foreground colours of the workers, in turn; red is left to errors."""
 
 COLOUR_OF_OTHERS = 90
-"""Scheduler and servers are grey: they print rarely, and users look for workers."""
+"""Colour of the scheduler and the servers: grey, as they print rarely and users look for workers."""
 
 NEWS = re.compile(rb"(given up|joined|at work|leaves) (worker|server) ([0-9]+) life ([0-9]+)\n")
-"""What the scheduler tells the launcher of a process that may still run, or that was started again, is at work, or
-says goodbye as its interpreter ends."""
+"""Messages of the scheduler to the launcher: a process was evicted though it may still run, a restarted process joined,
+a process is at work, or it takes leave as its interpreter ends."""
 
 LOSS = re.compile(rb"kvdist: (\S+ (\(.*\) )?was lost[,:] |\S+ ended without having joined |deadlock: )|" + NEWS.pattern)
-"""What the scheduler and the servers print of a lost peer, or of a deadlock. It is not shown: they all do, and the
-launcher names it."""
+"""Lines of the scheduler and the servers about a lost peer or a deadlock. They are not shown: every process prints
+them, and the launcher names the peer."""
 
 FORMING = re.compile(rb"(worker|server)-[0-9]+ has waited [0-9.]+ s for the cluster of .* to be complete")
-"""What all but the scheduler print while others start. It is not shown: the scheduler says who is missing."""
+"""Lines that all processes but the scheduler print while others start. They are not shown: the scheduler names the
+missing processes."""
 
 TORCH_PREFIX = re.compile(rb"^\[rank[0-9]+\]: ")
-"""What torch.distributed writes before the lines of a traceback."""
+"""Prefix of torch.distributed before the lines of a traceback."""
 
 TRACEBACK = b"Traceback (most recent call last):"
 
 ERROR_BEGINS = re.compile(re.escape(TRACEBACK) + rb"|kvdist\.errors\.\w+: ")
-"""The first line of an error; that of a lost peer has no traceback."""
+"""First line of an error; the error of a lost peer has no traceback."""
 
 CHAINS = (b"During handling of the above exception", b"The above exception was the direct cause")
-"""What stands between the tracebacks of one error."""
+"""Lines between the tracebacks of chained exceptions."""
 
 ERROR_LINES_MAX = 1000
-"""An error, with what follows it, is compared with others up to this line."""
+"""Lines of an error, and of the output after it, that are compared with other errors."""
 
 ERRORS_MAX = 100
-"""So many errors that were shown last are compared with others."""
+"""Number of shown errors, the latest ones, that are compared with others."""
 
 HELD_S = 10.0
-"""How long an error may be held back that another worker has written, too."""
+"""Longest time that an error may be held back because another worker has written it, too."""
 
 SCREEN_LINES = 20
-"""The last lines of a process are not repeated if no more than these were shown since."""
+"""Lines shown since the last line of a process up to which its last lines are not repeated."""
 
 CLEAR_LINE = b"\x1b[K"
 TABLE_WIDTH = 160
@@ -98,7 +99,7 @@ def short_name(node: NodeId) -> str:
 
 
 def printable(text: str, most: int = TEXT_MAX) -> str:
-    """The first words of the text, of at most `most` characters, invisible ones escaped, as in ``\\x1b``."""
+    """The first words of the text, at most `most` characters, with invisible characters escaped, as in ``\\x1b``."""
     words = shortened(text, most)
     visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in words)
     return "".join(visible)
@@ -128,6 +129,7 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     """A table as lines of text, the same on a terminal and in a file; columns with blanks alone are left out.
 
     Args:
+        titles: titles of the columns.
         rows: the cells; a row that is too short is filled with blanks.
         right: whether all columns but the first are numbers, which are right-aligned.
     """
@@ -169,13 +171,13 @@ class LineSplitter:
         return [line[:-2] + b"\n" if line.endswith(b"\r\n") else line for line in lines if line != b"\r"]
 
     def finish(self) -> list[bytes]:
-        """What is left of an unfinished last line, with a line end."""
+        """The rest of an unfinished last line, with a line end."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [rest + b"\n"] if rest else []
 
 
 class Sink:
-    """One of the launcher's own output streams.
+    """An output stream of the launcher.
 
     Args:
         descriptor: the file descriptor to write to.
@@ -185,8 +187,8 @@ class Sink:
         program: the prefix of the launcher's own messages.
 
     Attributes:
-        has_failed: whether some of it could not be written, other than for want of a reader.
-        other: the stream that tells of that; None if there is none.
+        has_failed: whether output was lost for another reason than that its reader closed it.
+        other: the stream that reports such a failure; None reports nothing.
     """
 
     def __init__(
@@ -211,13 +213,14 @@ class Sink:
         self._is_mid_line = False
 
     def is_beside(self, other: Sink) -> bool:
-        """Whether both go to one place, so that the readers of the other see the lines of this one too."""
+        """Whether both streams go to the same file or terminal, so that readers of `other` see the lines of this stream
+        too."""
         with contextlib.suppress(OSError):  # closed: it has no reader
             return self is other or os.path.sameopenfile(self._descriptor, other._descriptor)
         return False
 
     def prefix(self, node: NodeId, host: str = "") -> bytes:
-        """The prefix of each line of a process; `host` is empty if there is only one machine."""
+        """The prefix of each line of a process; `host` is empty if the job uses only this machine."""
         text = f"{short_name(node)}@{host} │" if host else f"{short_name(node)} │"
         if self._colours:
             colour = COLOURS[node.rank % len(COLOURS)] if node.role is Role.WORKER else COLOUR_OF_OTHERS
@@ -225,7 +228,7 @@ class Sink:
         return text.encode() + b" "
 
     def write_lines(self, prefix: bytes, lines: list[bytes]) -> None:
-        """Write `lines`, each after `prefix`, in one piece."""
+        """Write `lines`, each after `prefix`, at once."""
         if lines and self._clock is not None:
             prefix = f"{_time_of_day(self._clock())} ".encode() + prefix
         if lines and self._is_mid_line:
@@ -234,12 +237,12 @@ class Sink:
         self._write(b"".join(self._shown(prefix + line) for line in lines))
 
     def write_raw(self, data: bytes) -> None:
-        """Write what may end within a line, such as a prompt; lines that follow begin on a new one."""
+        """Write data that may end within a line, such as a prompt; lines that follow begin on a new line."""
         self._is_mid_line = not data.endswith(b"\n")
         self._write(data)
 
     def say(self, text: str) -> None:
-        """Write a message of the launcher's own."""
+        """Write a message of the launcher."""
         self.write_lines(self._own_prefix, [text.encode(errors="surrogateescape") + b"\n"])
 
     def _shown(self, line: bytes) -> bytes:
@@ -251,15 +254,15 @@ class Sink:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits to be written that producers should pause."""
+        """Whether more than `FULL_BYTES` wait to be written, so that producers should pause."""
         return len(self._waiting) > FULL_BYTES
 
     def attend(self, selector: selectors.BaseSelector) -> None:
-        """From now on never wait for the reader: what it does not take waits here, and for the selector."""
+        """Stop blocking on the reader: unread output is queued, and written when the selector reports room."""
         self._selector = selector
 
     def finish(self) -> None:
-        """Wait for the reader again, and until it has everything."""
+        """Block again, and wait until the reader has everything."""
         self._expect(False)
         self._selector = None
         self._flush()
@@ -305,7 +308,7 @@ class Sink:
         return 0
 
     def _expect(self, wanted: bool) -> None:
-        """Let the selector wait until the reader takes more, or no longer."""
+        """Let the selector wait until the reader takes more, or stop that."""
         if self._selector is None or wanted == self._is_expected:
             return
         self._is_expected = wanted
@@ -316,7 +319,7 @@ class Sink:
 
 
 class TextSink(Sink):
-    """An output that is a stream of Python's, such as a notebook's, which may have no descriptor."""
+    """An output to a Python stream, such as a notebook's, which may have no descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(-1, stream.isatty())
@@ -347,8 +350,8 @@ class LogFiles:
     A file of an earlier job is kept as ``worker-0.log.1``. A disk that fills up ends the logs, not the job.
 
     Args:
-        folder: their folder; it is made if need be.
-        say: tells the user.
+        folder: their folder; it is created if need be.
+        say: prints a message for the user.
         ranks: the number of workers, for Horovod's layout: ``rank.0/stdout`` and ``rank.0/stderr``, workers only, the
             ranks with as many digits as the largest; None is the layout above.
     """
@@ -361,10 +364,10 @@ class LogFiles:
         self._has_ended = False
 
     def open(self, nodes: Iterable[NodeId]) -> None:
-        """Make the files; files that this job has already are continued.
+        """Create the files; files that this job has already are continued.
 
         Raises:
-            ConfigError: one cannot be made.
+            ConfigError: a file cannot be created.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -384,7 +387,7 @@ class LogFiles:
             ) from error
 
     def write(self, node: NodeId, stream: int, lines: Iterable[bytes]) -> None:
-        """Add lines of one output of a process to its file, if that still takes them."""
+        """Append lines of an output of a process to its file, unless logging has ended."""
         paths = self._paths(node)
         descriptor = self._descriptors.get(paths[stream]) if paths else None
         if descriptor is None:
@@ -400,20 +403,20 @@ class LogFiles:
             self.close()
 
     def mark(self, node: NodeId, text: str) -> None:
-        """Add a line of the launcher's own to each file of a process."""
+        """Append a line of the launcher to each file of a process."""
         for path, stream in {path: stream for stream, path in enumerate(self._paths(node))}.items():
             if path in self._descriptors:
                 self.write(node, stream, [text.encode() + b"\n"])
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the files; later lines are dropped."""
         self._has_ended = True
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
     def _paths(self, node: NodeId) -> tuple[Path, ...]:
-        """The files for the two outputs of a process; none if they are not kept."""
+        """The files for the two outputs of a process; empty if they are not logged."""
         if self._digits is None:
             return (self._folder / f"{node}.log",) * 2
         if node.role is not Role.WORKER:
@@ -424,15 +427,15 @@ class LogFiles:
 
 @dataclass(eq=False)
 class _Error:
-    """An error that a worker has written, and the lines after it up to the next one.
+    """An error that a worker has written, and the lines after it up to the next error.
 
     Attributes:
         node: the worker.
-        since: when the first line came.
-        changed_at: when the last line came.
-        lines: without what torch.distributed writes before each.
-        held: the last of the lines as they came, those that are not shown yet.
-        has_ended: whether no line will come any more.
+        since: time of the first line.
+        changed_at: time of the last line.
+        lines: its lines, without the prefixes of torch.distributed.
+        held: the last of the lines with their prefixes, those that are not shown yet.
+        has_ended: whether it is complete.
         other: the error of another worker that may be the same; None if all lines are shown.
     """
 
@@ -451,7 +454,7 @@ class _Error:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether all of its lines have been shown of another worker."""
+        """Whether its lines equal the first lines of the other worker's error."""
         return self.other is not None and self.other.lines[: len(self.lines)] == self.lines
 
     def may_be(self, other: _Error) -> bool:
@@ -467,28 +470,30 @@ class _Error:
 
 
 Shown = list[tuple[NodeId, list[bytes]]]
-"""Workers, and lines of their standard errors that are to be shown now."""
+"""Workers and the lines of their standard errors to show now."""
 
 
 class RepeatedErrors:
-    """Holds back an error of a worker as long as it is, line by line, one that another worker has just written.
+    """Holds back an error of a worker as long as its lines equal those of an error that another worker has just
+    written.
 
-    If it is that to its end, it is not shown: at the end the launcher says on how many workers it was. As soon as a
-    line differs, and in any case after `HELD_S`, all of it is shown. What was shown longer ago does not count.
+    An error that is equal to its end is not shown: at the end of the job the launcher prints on how many workers it
+    was. As soon as a line differs, and in any case after `HELD_S`, all of it is shown. Errors that were shown longer
+    ago do not count.
 
     Attributes:
-        shown_by: worker → the one of which its last error was shown.
+        shown_by: worker → the worker whose output showed its last error.
     """
 
     def __init__(self) -> None:
         self._last: dict[NodeId, _Error] = {}
-        """Of each worker."""
+        """The last error of each worker."""
         self._shown: deque[_Error] = deque(maxlen=ERRORS_MAX)
-        """Those that are shown as they come, or were."""
+        """Errors whose lines are, or were, shown as they come."""
         self.shown_by: dict[NodeId, NodeId] = {}
 
     def take(self, node: NodeId, lines: list[bytes], now: float) -> Shown:
-        """A worker has written lines. Returns what to show."""
+        """Accept lines that a worker has written. Returns the lines to show."""
         shown: Shown = []
         for line in lines:
             plain = TORCH_PREFIX.sub(b"", line)
@@ -512,7 +517,7 @@ class RepeatedErrors:
         return shown
 
     def end(self, node: NodeId, now: float) -> Shown:
-        """No line of its error will come any more of a worker. Returns what to show."""
+        """Mark the worker's last error as complete. Returns the lines to show."""
         error = self._last.get(node)
         if error is None:
             return []
@@ -520,11 +525,11 @@ class RepeatedErrors:
         return [*self._look(error, now), *self._look_at_followers(error, now)]
 
     def tick(self, now: float) -> Shown:
-        """Returns what was held for long enough."""
+        """Return the lines that were held back for `HELD_S`."""
         return [one for error in self._last.values() for one in self._look(error, now)]
 
     def _look(self, error: _Error, now: float) -> Shown:
-        """Look whether an error may still be another worker's. Returns what to show if not."""
+        """Check whether an error may still equal another worker's. Returns the lines to show if not."""
         if error.has_ended and error.is_repeated and error.other is not None:
             self.shown_by[error.node] = error.other.node
             error.held = []
@@ -549,7 +554,7 @@ class RepeatedErrors:
 
 
 def _add(shown: Shown, node: NodeId, lines: list[bytes]) -> None:
-    """Add lines to what is to be shown, to the last entry if that is of the same worker."""
+    """Append lines to `shown`, to the last entry if that is of the same worker."""
     if shown and shown[-1][0] == node:
         shown[-1][1].extend(lines)
     else:
@@ -558,7 +563,7 @@ def _add(shown: Shown, node: NodeId, lines: list[bytes]) -> None:
 
 @dataclass
 class _OutputStream:
-    """One output of one process."""
+    """An output of a process."""
 
     sink: Sink
     prefix: bytes
@@ -568,11 +573,11 @@ class _OutputStream:
     last_line: bytes = b""
     is_in_traceback: bool = False
     exception: bytes = b""
-    """The line of the last traceback that names the exception, until `LAST_LINES` others have followed it."""
+    """The line of the last traceback that names the exception, until `LAST_LINES` lines have followed it."""
     followed_by: int = 0
 
     def note(self, line: bytes) -> None:
-        """Remember what a line says of how the process ends."""
+        """Remember the last line and the exception, which explain how the process ends."""
         if not line.strip():
             return
         self.last_line = line
@@ -590,8 +595,9 @@ class JobOutput:
     """The output of the processes of a job: shown if it passes the filter, logged and remembered in any case.
 
     Args:
-        out, err: where standard outputs and standard errors go.
-        patterns: whose lines are shown, as in file names (``w0``, ``s*``, ``worker-[0-3]``, ``*@d1``); none shows all.
+        out, err: sinks of standard outputs and standard errors.
+        patterns: filters for the processes whose lines are shown, as in file names (``w0``, ``s*``, ``worker-[0-3]``,
+            ``*@d1``); empty shows all.
         logs: the log files; None writes none.
 
     Attributes:
@@ -612,14 +618,14 @@ class JobOutput:
         self._shown_at: dict[NodeId, int] = {}
 
     def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
-        """Expect output of these. Returns warnings for the user.
+        """Prepare for the output of processes. Returns warnings for the user.
 
         Args:
-            processes: each with its host; the host is empty if there is only one machine.
-            with_stdin: the process whose input is the user's: its output is shown at once, and without prefixes.
+            processes: each with its host; the host is empty if the job uses only this machine.
+            with_stdin: the process that reads the user's input: its output is shown at once, and without prefixes.
 
         Raises:
-            ConfigError: log files cannot be made.
+            ConfigError: log files cannot be created.
         """
         known = list(processes)
         for node, host in known:
@@ -630,11 +636,11 @@ class JobOutput:
         return [f"--filter {','.join(idle)} matches no process of this job"] if idle else []
 
     def open_again(self, node: NodeId, host: str, life: int, with_stdin: NodeId | None = None) -> None:
-        """Expect output of a process that is started again. What it printed before stays in its log only.
+        """Prepare for the output of a restarted process. Output of its earlier lives stays in its log only.
 
         Args:
             node, host, with_stdin: as for `open`.
-            life: how often it was started before.
+            life: how often it was restarted.
         """
         for stream in (OUT, ERR):
             self.finish(node, stream)
@@ -649,7 +655,7 @@ class JobOutput:
             self._streams[node, number] = _OutputStream(sink, sink.prefix(node, host), is_shown, is_raw)
 
     def feed(self, node: NodeId, stream: int, data: bytes) -> list[bytes]:
-        """A process has printed. Returns the lines that this completes."""
+        """Accept output of a process. Returns the lines that it completes."""
         found = self._streams[node, stream]
         if found.is_raw:
             found.sink.write_raw(data)
@@ -658,17 +664,17 @@ class JobOutput:
         return lines
 
     def finish(self, node: NodeId, stream: int) -> None:
-        """Nothing more will come from this output; an unfinished line is shown too."""
+        """End an output of a process; an unfinished line is shown too."""
         self._take(node, stream, self._streams[node, stream].splitter.finish())
         if stream == ERR:
             self._show_all(self._repeated.end(node, time.monotonic()))
 
     def tick(self) -> None:
-        """Show what was held back for long enough."""
+        """Show the lines that were held back for `HELD_S`."""
         self._show_all(self._repeated.tick(time.monotonic()))
 
     def close(self) -> None:
-        """Nothing more will come from any output."""
+        """End all outputs."""
         for node, stream in self._streams:
             self.finish(node, stream)
 
@@ -678,20 +684,21 @@ class JobOutput:
         return any(sink.is_full for sink in self.sinks)
 
     def last_error_line(self, node: NodeId) -> bytes:
-        """The last line that is not blank of a process's standard error."""
+        """The last line of a process's standard error that is not blank."""
         return self._streams[node, ERR].last_line
 
     def exception_line(self, node: NodeId) -> bytes:
-        """The line that names the exception of a traceback that a process has just written; empty if there is none."""
+        """The line that names the exception of a traceback that a process has just written; empty without a
+        traceback."""
         return self._streams[node, ERR].exception
 
     def is_on_screen(self, node: NodeId) -> bool:
-        """Whether the last line of a process, of either output, was shown just now to readers of standard errors."""
+        """Whether readers of standard errors have just seen the last line that a process wrote to either output."""
         shown_at = self._shown_at.get(self._repeated.shown_by.get(node, node))
         return shown_at is not None and self._lines_shown - shown_at <= SCREEN_LINES
 
     def last_lines(self, node: NodeId) -> list[bytes]:
-        """The last lines of a process, of both outputs as they came, without line ends."""
+        """The last lines of a process, of both outputs in order of arrival, without line ends."""
         return [line.rstrip(b"\r\n") for line in self._last[node]]
 
     def _take(self, node: NodeId, number: int, lines: list[bytes]) -> None:
@@ -713,7 +720,8 @@ class JobOutput:
             self._show(node, ERR, lines)
 
     def _show(self, node: NodeId, number: int, lines: list[bytes]) -> None:
-        """Write the lines that are not hidden, unless they were written as they came, and count them."""
+        """Write and count the lines that are not hidden; lines of a raw output were written as they came and are only
+        counted."""
         stream = self._streams[node, number]
         hidden = [] if self._patterns else [FORMING] if node.role is Role.WORKER else [FORMING, LOSS]
         shown = [line for line in lines if not any(pattern.match(line) for pattern in hidden)]

@@ -1,9 +1,9 @@
-"""What a host finds out before anything starts there: about itself, and how fast it reaches another host.
+"""Facts that a host finds out before any process starts on it: about itself, and how fast it reaches another host.
 
-Each answer is a plain value of JSON. Nothing raises: what cannot be found out, or is wrong, is part of the answer, so
-that one table can show all hosts.
+Each answer is a plain value of JSON. Nothing raises: problems, and facts that cannot be found out, are part of the
+answer, so that a table can show all hosts.
 
-Speed is measured by round trips and a burst of bytes over one TCP connection, from the dialler to the listener. The
+Speed is measured by round trips and a burst of bytes over a TCP connection, from the dialler to the listener. The
 dialler must know a token that the launcher drew for this pair. Every wait is bounded.
 """
 
@@ -34,30 +34,30 @@ from kvdist.version import __version__
 from kvdist_launch.root_socket import listen, port_of
 
 DIAL_S = 3.0
-"""How long a host may take to reach the scheduler's port."""
+"""Time that a host may take to reach the scheduler's port."""
 
 ROUND_TRIPS = 31
-"""Small ones; the median counts."""
+"""Number of round trips of a byte; their median counts."""
 
 WARM_UP_TRIPS = 5
-"""Before those: the first ones find addresses and fill caches."""
+"""Round trips before the measured ones, while addresses are resolved and caches fill."""
 
 BURST_S = 0.3
 BURST_BYTES = 256 * 1024
-"""Given to the system at a time."""
+"""Bytes per send call of a burst."""
 
 BYTES_WAIT_S = 3.0
-"""For the other side's next bytes."""
+"""Time to wait for the next bytes of the other side."""
 
 SERVE_S = 5.0
-"""For a whole measurement on the listening side; slow lines are measured by what has come by then."""
+"""Time for a whole measurement on the listening side; on slow lines the bytes that have come by then count."""
 
 TOKEN_BYTES = 16
 REPORT = struct.Struct("<QQ")
-"""What the listener counted: bytes, and nanoseconds from the first to the last."""
+"""The listener's count: bytes, and nanoseconds from the first to the last."""
 
 ENVIRON = ("CUDA_VISIBLE_DEVICES", "SSH_CONNECTION")
-"""The variables of the host that a plan depends on."""
+"""Variables of the host that a plan depends on."""
 
 
 def usable_cores() -> int:
@@ -68,7 +68,8 @@ def usable_cores() -> int:
 
 
 def facts_of_this_host() -> dict[str, Any]:
-    """What is true whatever the job is. Raises the limit of open files, for what is started here later."""
+    """Facts of this host that do not depend on the job. Raises the limit of open files for processes that are started
+    later."""
     return {
         "version": __version__,
         "python": sys.executable,
@@ -85,12 +86,12 @@ def facts_of_this_host() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What was measured of one direction between two hosts.
+    """Speed of the link between two hosts, measured in one direction.
 
     Attributes:
-        latency_ms: of a small round trip, the median.
+        latency_ms: median round trip of a byte, in milliseconds.
         mb_per_s: megabytes (10⁶ bytes) per second of a burst.
-        problem: why there are no numbers; empty if there are.
+        problem: why the speed could not be measured; empty if it was.
     """
 
     latency_ms: float = 0.0
@@ -99,7 +100,7 @@ class LinkSpeed:
 
 
 class HostProbe:
-    """Answers questions about this host and measures links: in an agent, and in the launcher for its own machine.
+    """Answers questions about this host and measures links: in an agent, and in the launcher for its machine.
 
     Args:
         selector: waits for the dialler of a measurement.
@@ -116,9 +117,10 @@ class HostProbe:
 
         Args:
             kind: ``prepare``, ``measure_listen``, ``measure_dial`` or ``measure_compute``.
-            fields: for ``prepare``: ``folder``: one to be written to; ``cwd``: one to be in; ``dial``: (address, port)
-                to be reached; ``interface``: a network card, or a network, in which this host has an address;
-                ``ports``: one of them has to be free; ``listen``: (address, ports) for the job's root. For a
+            fields: for ``prepare``: ``folder``: a folder that must be writable; ``cwd``: a folder that must exist;
+                ``dial``: (address, port) to be reached; ``interface``: a network card, or a network, in which this host
+                has an address;
+                ``ports``: of which at least one has to be free; ``listen``: (address, ports) for the job's root. For a
                 measurement: ``address`` (numeric), ``token`` (hexadecimal digits) and, to dial, ``port``.
         """
         if kind == "prepare":
@@ -131,7 +133,7 @@ class HostProbe:
         return asdict(measure_speed(address, int(fields["port"]), token))
 
     def take_listening(self) -> socket.socket | None:
-        """The socket of the job's root, if it was asked for; the caller closes it."""
+        """The listening socket of the job's root, if `prepare` asked for it; the caller closes it."""
         listening, self._listening = self._listening, None
         return listening
 
@@ -143,7 +145,7 @@ class HostProbe:
             self._speed_listening = None
 
     def close(self) -> None:
-        """Free everything."""
+        """Close all sockets."""
         self.end_measurement()
         if self._listening is not None:
             self._listening.close()
@@ -197,7 +199,7 @@ def _answers(questions: dict[str, Any]) -> dict[str, Any]:
 
 
 def folder_facts(path: str) -> dict[str, Any]:
-    """Whether a folder can be written to, made if need be, and how much room is there.
+    """Whether a folder is writable, or can be created, and its free space in bytes.
 
     Args:
         path: absolute.
@@ -225,7 +227,7 @@ def is_port_free(port: int) -> bool:
 
 
 def why_unreachable(host: str, port: int) -> str:
-    """Why a port cannot be reached from here; '' if it can."""
+    """Why this host cannot reach a port; '' if it can."""
     try:
         with socket.create_connection((host, port), timeout=DIAL_S):
             return ""
@@ -242,10 +244,10 @@ def unreachable(host: str, port: int, error: OSError) -> str:
 
 
 def serve_measurement(stream: socket.socket, token: bytes) -> None:
-    """Run the listening side of one measurement.
+    """Run the listening side of a measurement.
 
     Raises:
-        OSError: the other side went away, was too slow, or did not know the token.
+        OSError: the other side disconnected, was too slow, or did not know the token.
     """
     deadline = time.monotonic() + SERVE_S
     stream.settimeout(BYTES_WAIT_S)
@@ -267,9 +269,9 @@ def measure_speed(address: str, port: int, token: bytes) -> LinkSpeed:
     """Measure the link to a listener.
 
     Args:
-        address: its address, as it is reached from here.
+        address: its address, as seen from this host.
         port: its port.
-        token: what it expects first.
+        token: the token that it expects first.
     """
     try:
         with socket.create_connection((address, port), timeout=DIAL_S) as stream:
@@ -296,7 +298,7 @@ def _measure(stream: socket.socket, token: bytes) -> LinkSpeed:
 
 
 def measure_compute() -> dict[str, Any]:
-    """How fast this host multiplies matrices: ``gflops``, or a ``problem``. In a process of its own, with NumPy."""
+    """How fast this host multiplies matrices: ``gflops``, or a ``problem``. Measured by NumPy in a separate process."""
     argv = [sys.executable, *module_words("kvdist"), "estimate", "--measure"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=SERVE_S, check=True)

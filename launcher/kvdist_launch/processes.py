@@ -1,10 +1,11 @@
-"""The processes of one host: started, watched and ended by process group; and signals as bytes on a pipe.
+"""Starts, watches and ends the processes of a host by process group; receives signals as bytes on a pipe.
 
-`LocalProcesses` are those of this machine; `RemoteProcesses` pass everything on to an agent on another machine, which
-has `LocalProcesses` there. Both report to a listener. The owner of the selector calls what they registered there.
+`LocalProcesses` runs processes on this machine; `RemoteProcesses` forwards everything to an agent on another machine,
+which uses `LocalProcesses`. Both report to a listener. The owner of the selector calls the callbacks registered with
+it.
 
-Every child leads a session of its own. Its group's id is its process id, and stays reserved as long as the child is
-not reaped; so children are reaped last, and a signal to a group can never reach a stranger that got the number anew.
+Every child leads its own session. Its group's id is its process id, and stays reserved as long as the child is not
+reaped; so children are reaped last, and a signal to a group can never reach a stranger that got the number anew.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from kvdist_launch.watchdog import Watchdog
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-"""The exit codes of a shell for a command that it does not find or cannot execute."""
+"""Exit codes of a shell for a command that it does not find or cannot execute."""
 
 MARK = "KVDIST_WATCHDOG"
-"""The variable that all processes with one watchdog have, with a value of its own. A process that is started again
-after its agent was killed has another one: the agent's watchdog must not end it with what that had started."""
+"""Variable in all processes of a watchdog; its value is unique to the watchdog. A process that is restarted after its
+agent was killed has another value: the old agent's watchdog must not end it with the processes of the old agent."""
 
 OUT, ERR, RESULT = 0, 1, 2
-"""The outputs of a process; the third one is that of a process that is called, see `plan.Process`."""
+"""The outputs of a process; the third is the pipe for the result of a called process, see `plan.Process`."""
 
 BEAT_S = 1.0
-"""How often `HostProcesses.beat` is to be called."""
+"""Interval of the calls of `HostProcesses.beat`."""
 
 READ_BYTES = 64 * 1024
-"""Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
+"""Bytes read from a process's output at a time, so that a process that prints much does not keep the others waiting."""
 
 SHELLS = frozenset({b"ash", b"bash", b"busybox", b"dash", b"ksh", b"sh", b"zsh"})
-"""Programs that do nothing while the only process that they have started runs."""
+"""Programs that do nothing while their only child process runs."""
 
 SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
 class CommandError(ConfigError):
-    """The command cannot be started; `exit_code` is what a shell would end with."""
+    """The command cannot be started; `exit_code` is the exit code of a shell for it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -66,7 +67,7 @@ class CommandError(ConfigError):
 class EventPipe:
     """While entered, numbers that are posted from any thread make `descriptor` readable.
 
-    Handles no signals: for threads that are not the main one, where Python allows none.
+    Handles no signals: for threads other than the main thread, where Python allows no handlers.
     """
 
     def __init__(self) -> None:
@@ -87,14 +88,14 @@ class EventPipe:
         os.close(self.descriptor)
 
     def post(self, number: int) -> None:
-        """As if that signal had come. Does nothing while not entered."""
+        """Post a number, as if that signal had come. Does nothing while not entered."""
         with self._lock:
             if self._writer != -1:
                 with contextlib.suppress(BlockingIOError):  # full of numbers that are not read yet
                     os.write(self._writer, bytes([number]))
 
     def read(self) -> list[int]:
-        """The numbers that came since the last call; repetitions may be merged."""
+        """The numbers posted since the last call; repetitions may be merged."""
         try:
             return list(os.read(self.descriptor, 4096))
         except BlockingIOError:
@@ -103,9 +104,11 @@ class EventPipe:
 
 @contextlib.contextmanager
 def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored.
+    """While entered, call `handler` on interruptions (the user or the system asks for the end), unless they are
+    ignored.
 
-    A command has only to end then, and ignores them.
+    On exit the earlier handlers are restored, but the signals that `Beginning` handled are ignored: a command only has
+    to end then.
     """
     before = {number: signal.signal(number, handler) for number in INTERRUPTIONS if not is_ignored(number)}
     try:
@@ -116,10 +119,10 @@ def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -
 
 
 class SignalPipe(EventPipe):
-    """While entered, SIGCHLD and the interruptions do nothing but make `descriptor` readable.
+    """While entered, SIGCHLD and the interruptions only make `descriptor` readable.
 
-    Must be entered in the main thread, before children are started: they then get the default treatment of SIGINT
-    even where a shell started the launcher in the background, with SIGINT ignored.
+    Must be entered in the main thread, before children are started: they then get the default treatment of SIGINT even
+    where a shell started the launcher in the background, with SIGINT ignored.
     """
 
     def __init__(self) -> None:
@@ -148,34 +151,34 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 class ProcessListener(Protocol):
-    """Hears what happens to processes."""
+    """Receives the events of processes."""
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
-        """These processes of a host run, under these process ids."""
+        """Processes of a host run under these process ids."""
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         """A process has printed, or written a piece of its result."""
 
     def stopped(self, node: NodeId, pid: int) -> None:
-        """A signal has stopped a process, or the one of this process id that it waits for; 0 is that it goes on."""
+        """A signal stopped process `pid`: the node's process or a child that it waits for; 0 if it continues."""
 
     def output_ended(self, node: NodeId, stream: int) -> None:
-        """Nothing more will come from this output."""
+        """This output has ended."""
 
     def ended(self, exits: Sequence[ProcessExit]) -> None:
-        """Processes have ended, at the same moment. What they printed last may still be on its way."""
+        """Processes have ended, at the same moment. Their last output may still be in flight."""
 
     def settled(self, exits: Sequence[ProcessExit]) -> None:
-        """What these processes had printed before they ended has been passed on."""
+        """All output of these ended processes has been passed on."""
 
 
 class HostProcesses(abc.ABC):
-    """The processes of one host. What concerns an agent does nothing where there is none.
+    """The processes of a host. Methods that concern an agent do nothing for local processes.
 
     Attributes:
         host: the host's name, for people; empty for this machine.
         failure: why the host is lost; empty while it is not.
-        keeps_socket: whether the root may be started again, and needs its socket then.
+        keeps_socket: whether the root may be restarted, and needs its socket then.
     """
 
     host = ""
@@ -186,25 +189,25 @@ class HostProcesses(abc.ABC):
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
-        """Start these, in order, beside the running ones. One that has ended may be started again.
+        """Start processes, in order, beside the running ones. A process that has ended may be restarted.
 
         Args:
             processes: at least one.
-            listening: the socket of the job's root, if it is one of them and the socket is on this machine.
-            secret: what encrypts the job's traffic, the same each time; None if nothing is encrypted.
+            listening: the socket of the job's root, if the root is among `processes` and the socket is on this machine.
+            secret: the key that encrypts the job's traffic, the same each time; None if nothing is encrypted.
 
         Raises:
-            CommandError: one of the first ones could not be started; none is left. If one that is started again cannot
-                be, it counts as having ended.
+            CommandError: a process could not be started for the first time; none is left. A process that cannot be
+                restarted counts as having ended.
         """
 
     @abc.abstractmethod
     def call(self, data: bytes) -> None:
-        """Send the bytes of a call to every process that waits for one; they may be very many."""
+        """Send the bytes of a call, possibly very many, to every process that waits for a call."""
 
     @abc.abstractmethod
     def signal_group(self, node: NodeId, number: int) -> None:
-        """Send a signal to a process and to whatever it has started in its group."""
+        """Send a signal to a process and to the processes that it has started in its group."""
 
     @abc.abstractmethod
     def tell(self, node: NodeId, line: str) -> None:
@@ -212,26 +215,29 @@ class HostProcesses(abc.ABC):
 
     @abc.abstractmethod
     def take_exits(self) -> None:
-        """Look which processes have ended; to be called after SIGCHLD."""
+        """Check which processes have ended; to be called after SIGCHLD."""
 
     @abc.abstractmethod
     def beat(self, now: float) -> None:
-        """Look who is stopped, or exchange signs of life with the agent that does; to be called every second."""
+        """Check for processes that a signal has stopped, or exchange heartbeats with the agent that checks.
+
+        To be called every `BEAT_S`.
+        """
 
     def dismiss(self) -> None:  # noqa: B027  # only agents need it
-        """All processes have ended: pass on what is still on its way."""
+        """Let the agent pass on output in flight: all processes have ended."""
 
     @property
     @abc.abstractmethod
     def is_silent(self) -> bool:
-        """Whether nothing more will come from any output."""
+        """Whether all outputs have ended."""
 
     def hang_up(self) -> None:  # noqa: B027  # only agents need it
-        """Tell an agent that all is over, without waiting for it: `release` comes next."""
+        """Tell an agent to shut down, without waiting for it: `release` comes next."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Kill what is left of every group and free everything."""
+        """Kill the rest of every process group and free all resources."""
 
     @abc.abstractmethod
     def pause(self, paused: bool) -> None:
@@ -239,12 +245,12 @@ class HostProcesses(abc.ABC):
 
 
 class ChildProcess:
-    """One started process.
+    """A started process.
 
     Args:
-        process: what to start.
-        settings: variables besides its own.
-        listening: a socket that it inherits and listens at.
+        process: the process to start.
+        settings: environment variables added to those of `process`.
+        listening: a listening socket that it inherits.
 
     Raises (on construction):
         OSError: it could not be started.
@@ -307,20 +313,21 @@ class ChildProcess:
         return ProcessExit(self.node, self.pid, status, life=self.life)
 
     def stopped(self) -> int:
-        """The process id of what a signal has stopped: itself, or on Linux, if it is a shell, what it waits for."""
+        """The id of the stopped process: itself, or on Linux, if it is a shell, the child that it waits for; 0 if none
+        is."""
         result = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is not None:
             return self.pid if result.si_code == os.CLD_STOPPED else 0
         return _stopped_below(self.pid)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to it and to whatever it has started in its group."""
+        """Send a signal to it and to the processes that it has started in its group."""
         # Errors mean that the group has ended: macOS says "permission" of a group of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def tell(self, line: str) -> None:
-        """Write a line to its standard input, if it has one and still reads it."""
+        """Write a line to its standard input, unless it has none or has closed it."""
         if self._popen.stdin is None:
             return
         # It may have ended, or be stopped; the state of the job deals with both.
@@ -328,7 +335,7 @@ class ChildProcess:
             os.write(self._popen.stdin.fileno(), line.encode() + b"\n")
 
     def call(self, data: bytes, selector: selectors.BaseSelector) -> None:
-        """Write a call to its standard input as fast as it reads, if it waits for one, and end that input."""
+        """Write a call to its standard input as fast as it reads, if it waits for a call, and close that input."""
         if self._result is not None and self._popen.stdin is not None:
             self._selector, self._unsent = selector, memoryview(data)
             selector.register(self._popen.stdin, selectors.EVENT_WRITE, self._send)
@@ -352,7 +359,7 @@ class ChildProcess:
             self._popen.stdin.close()
 
     def reap(self) -> None:
-        """Kill what is left of its group, itself included, and give its number back."""
+        """Kill the rest of its group, itself included, and release its process id."""
         self.signal_group(signal.SIGKILL)
         self._popen.wait()
         self._end_call()
@@ -365,9 +372,9 @@ class LocalProcesses(HostProcesses):
     """The processes of this machine.
 
     Args:
-        selector: waits for their outputs; the data of a key is what to call.
-        listener: hears what happens.
-        exits: gets SIGCHLD posted by a thread for each process; None if the process's own signals are handled.
+        selector: waits for their outputs; the data of a key is the callback.
+        listener: receives the events.
+        exits: gets SIGCHLD posted by a thread for each process; None if the launcher handles the real signal.
     """
 
     def __init__(
@@ -413,7 +420,7 @@ class LocalProcesses(HostProcesses):
         self._listener.started(self.host, [(child.node, child.pid) for child in made])
 
     def _watch(self) -> Watchdog:
-        """The watchdog of all that are started here."""
+        """The watchdog of all processes started by this object; started on first use."""
         if self._watchdog is None:
             self._watchdog = Watchdog()
             self._is_paused = False
@@ -421,7 +428,7 @@ class LocalProcesses(HostProcesses):
         return self._watchdog
 
     def _attend(self, child: ChildProcess) -> None:
-        """Read what a process prints from now on, and wait for its end."""
+        """Read the outputs of a process from now on, and wait for its end."""
         for stream, pipe in enumerate(child.outputs):
             os.set_blocking(pipe.fileno(), False)
             self._open[child.node, stream] = pipe
@@ -433,7 +440,7 @@ class LocalProcesses(HostProcesses):
             self._watchers[child.node] = thread
 
     def _retire(self, node: NodeId) -> bool:
-        """Let go of a process that has ended and is to be started again, if it was ever started. Returns whether."""
+        """Release an ended process that is to be restarted. Returns whether it had been started before."""
         child = self._children.pop(node, None)
         if child is None:
             return False
@@ -449,7 +456,7 @@ class LocalProcesses(HostProcesses):
         return True
 
     def _refuse(self, process: Process, error: OSError, is_again: bool) -> None:
-        """A process cannot be started."""
+        """Report that a process cannot be started: raise at a first start, count a restart as an exit."""
         code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
         text = f"{process.node} could not be started: {process.argv[0]}: {error.strerror}"
         if not is_again:
@@ -549,7 +556,7 @@ class LocalProcesses(HostProcesses):
 
 
 def _stopped_below(pid: int) -> int:
-    """The process id of what a signal has stopped below this shell, which only waits for it; 0 if there is none."""
+    """The id of the process below this shell that a signal has stopped, while the shell waits for it; 0 if none is."""
     with contextlib.suppress(OSError, ValueError):  # not Linux, or it has ended, or has not one child
         name, state = _told(pid)
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as listed:

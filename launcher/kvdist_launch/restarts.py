@@ -1,20 +1,21 @@
-"""Which processes of a job are started again after they have ended, and when (``--restart N``). Pure.
+"""Which processes of a job are restarted after they have ended, and when (``--restart N``). Pure.
 
 Rules:
 
-- A process that a signal killed is started again; a worker also after a lost peer (exit code 75), with its host lost,
-  and after any other failure.
-- Not after the same failure a second time, whichever workers they were: the same exception and exit code, or of
+- A process that a signal killed is restarted; a worker also after a lost peer (exit code 75), with its host lost, and
+  after any other failure.
+- The same failure a second time, whichever workers had it, ends the job: the same exception and exit code, or for
   processes that lived for less than a minute the same last line on standard error, if any, and exit code. A mistake of
-  the program would take one worker after the other, so this ends the job. A signal is no mistake of the program, also
-  where a shell between says so by its exit code.
-- A start comes at once after a life that was at work, if a signal, a lost host or a lost peer ended it: nothing says
-  that the next one ends so, too. At work is a worker that has made a step, a server that has joined the others again,
-  and the scheduler when it knows of either.
-- What may repeat by itself is started at once the first time, then after 1, 2, 4 and more seconds, at most 30: a life
-  that ends before it was at work, or by an exception or exit code of its own. One of a minute begins anew.
-- After a lost peer it is a second at the least, see `CONSEQUENCE_DELAY_S`.
-- Each process is started again at most N times.
+  the program would end each worker in turn. A signal is no mistake of the program, also where a shell in between
+  reports it by its exit code.
+- A restart is immediate after a life that was at work, if a signal, a lost host or a lost peer ended it: the next life
+  need not end the same way. At work is a worker that has made a step, a server that has rejoined, and the scheduler
+  when it knows of either.
+- A failure that may repeat by itself (a life that ends before it was at work, or by its exception or exit code) leads
+  to an immediate restart the first time, then after 1, 2, 4 and more seconds, at most 30. A life of at least a minute
+  resets this delay.
+- After a lost peer the delay is at least a second, see `CONSEQUENCE_DELAY_S`.
+- Each process is restarted at most N times.
 """
 
 from __future__ import annotations
@@ -30,27 +31,26 @@ from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, TORCH_PREFIX, Process
 from kvdist_launch.output import shortened
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
-"""The roles whose processes can join the cluster that they were lost to. Servers can where there are snapshots, or
-copies of what they had."""
+"""Roles whose processes can rejoin the cluster after a loss. Servers can where snapshots or replicas exist."""
 
 HEALTHY_S = 60.0
-"""Who has lived so long did not end by the way it was started."""
+"""Life of a process, in seconds, after which its end is not put down to how it was started."""
 
 DELAY_MAX_S = 30.0
 
 CONSEQUENCE_DELAY_S = 1.0
-"""Who lost a peer may have been told that the job ends; by then the process that is the cause of it has ended too."""
+"""Delay after the loss of a peer: by then the process that caused the loss has ended too, and been judged."""
 
 FENCED = f"{FencedError.__module__}.{FencedError.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows a failure.
+    """Consequences of a failure.
 
     Attributes:
-        text: it, as what follows a semicolon.
-        delay_s: when the process is started again; None is never.
+        text: the consequence in words, to append after a semicolon.
+        delay_s: seconds until the process is restarted; None if it is not.
         ends_job: whether the others must not go on either.
     """
 
@@ -60,11 +60,11 @@ class Verdict:
 
 
 class Restarts:
-    """How often each process was started, and what it had said when it ended.
+    """Counts the restarts of each process and remembers the errors that ended them.
 
     Args:
-        limit: how often each may be started again.
-        roles: whose processes are.
+        limit: how often each process may be restarted.
+        roles: roles whose processes are restarted.
     """
 
     def __init__(self, limit: int, roles: Collection[Role] = RESTARTED) -> None:
@@ -73,19 +73,19 @@ class Restarts:
         self._count: Counter[NodeId] = Counter()
         self._in_a_row: Counter[NodeId] = Counter()
         self._said: dict[tuple[str, int], NodeId] = {}
-        """(why, exit code) → the worker that ended by it first."""
+        """(error, exit code) → the worker that it ended first."""
 
     def concerns(self, node: NodeId) -> bool:
-        """Whether this process may be started again."""
+        """Whether this process may be restarted."""
         return node.role in self._roles
 
     def judge(self, one: ProcessExit, lived_s: float, was_at_work: bool = False) -> Verdict | None:
-        """What follows this failure; None if it is one that no start would mend.
+        """Decide what follows a failure; None if a restart would not help.
 
         Args:
             one: how the process ended.
             lived_s: seconds since its start.
-            was_at_work: whether it had made a step, or what counts as one for its role.
+            was_at_work: whether it had made a step, or the equivalent for its role.
         """
         is_worker = one.node.role is Role.WORKER
         if one.node.role not in self._roles or not (is_worker or (one.status < 0 and not one.lost)):
@@ -116,7 +116,7 @@ class Restarts:
 
 
 def _own_words(one: ProcessExit, lived_s: float) -> str:
-    """Why it ended, where that is its own doing; empty if it is not, or not known."""
+    """The error that ended it, if its program caused it; empty if not, or not known."""
     if one.status <= 0 or one.lost or one.is_consequence:
         return ""
     line = shortened(TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip()), SENTENCE_MAX)
