@@ -1,12 +1,12 @@
-"""The far side of an ssh pipe: starts and watches the processes of its host as the launcher says.
+"""The remote end of an ssh pipe: starts and watches the processes of its host on behalf of the launcher.
 
 It is started by ssh, see `ssh.far_command`. Its standard input and output are the pipe, see `agent_protocol`.
 Rules:
 
-* It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a network that
-  went away closes nothing), and when the launcher says so.
+* It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a broken network
+  closes no connection), and when the launcher asks for it.
 * It decides nothing else. Exits go to the launcher at once, output as it comes.
-* A watchdog notices its own death, as on the launcher's host.
+* A watchdog notices the death of the agent, as on the launcher's host.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from kvdist_launch.root_socket import turn_away
 from kvdist_launch.start import INTERRUPTIONS, inherit
 
 PATIENCES = 2
-"""The launcher sends a frame every second; without one for this many times the patience it counts as lost."""
+"""Silence of the launcher, in multiples of the patience, after which it counts as lost; it sends a frame every
+second."""
 
 GRACE_S, TERMINATE_S = 2.0, 1.0
-"""For processes to end by themselves after the pipe's end, and after SIGTERM: less than five seconds together."""
+"""Time for processes to end by themselves after the pipe's end, and after SIGTERM: less than five seconds together."""
 
 DRAIN_S = 0.5
 
@@ -74,7 +75,7 @@ class Agent:
         self._is_dismissed = False
 
     def run(self) -> int:
-        """Serve until told to leave, or until the launcher is gone. Returns the exit code."""
+        """Serve until the launcher dismisses the agent or is lost. Returns the exit code."""
         with self._signals, self._selector:
             self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._take_signals)
             self._selector.register(self._inward, selectors.EVENT_READ, self._read)
@@ -118,7 +119,7 @@ class Agent:
     def settled(self, exits: Sequence[ProcessExit]) -> None:
         self._writer.send("settled", endings=[encode_exit(one) for one in exits])
 
-    # What the launcher says.
+    # Frames of the launcher.
 
     def _read(self) -> None:
         data = os.read(self._inward, PIPE_READ_BYTES)
@@ -197,7 +198,7 @@ class Agent:
         self._is_lost = True
 
     def _end_all(self) -> None:
-        """The launcher is gone: end everything, in order if possible."""
+        """End all processes after the loss of the launcher, in order if possible."""
         self._writer.close()
         for number, delay_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, TERMINATE_S)):
             deadline = time.monotonic() + delay_s
@@ -207,7 +208,7 @@ class Agent:
                 self._processes.signal_group(node, number)
 
     def _drain(self) -> None:
-        """Pass on what is still on its way. A launcher that lives but does not keep up delays the deadline."""
+        """Pass on output in flight. A launcher that lives but does not keep up delays the deadline."""
         deadline = time.monotonic() + DRAIN_S
         while not self._is_lost and not self._is_drained(deadline):
             self._turn(max(0.0, deadline - time.monotonic()) or 1.0)
@@ -219,7 +220,7 @@ class Agent:
 
 
 def main() -> int:
-    """Be the agent of this host. Returns the exit code."""
+    """Run the agent of this host. Returns the exit code."""
     inherit("kvdist_launch.agent")
     os.write(1, GREETING + b"\n")
     try:

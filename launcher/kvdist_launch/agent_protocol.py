@@ -1,7 +1,7 @@
-"""What the launcher and its agent on another host say to each other over the pipe that ssh is.
+"""Messages between the launcher and its agent on another host, over the pipe that ssh provides.
 
-A frame is one line of JSON with a field ``kind``, followed by as many raw bytes as its field ``bytes`` says, if it has
-one. Output of processes travels raw, so nothing that is printed can be mistaken for a frame, or be refused.
+A frame is a line of JSON with a field ``kind``, followed by as many raw bytes as its field ``bytes`` says, if it has
+that field. Output of processes travels raw, so it can neither be mistaken for a frame nor be refused.
 
 Text before the line `GREETING` was printed by the other side's login scripts.
 """
@@ -22,7 +22,7 @@ from kvdist_launch.exits import ProcessExit
 from kvdist_launch.plan import Process
 
 GREETING = b"kvdist-agent 1"
-"""The first line of an agent; the number is that of this protocol."""
+"""The first line of an agent, with the version of this protocol."""
 
 REPLIES = {
     "prepare": "prepared",
@@ -30,32 +30,32 @@ REPLIES = {
     "measure_dial": "measured",
     "measure_compute": "computed",
 }
-"""For each question about a host the kind of its answer; see `probe.HostProbe`."""
+"""Kind of a question about a host → kind of its answer; see `probe.HostProbe`."""
 
 HEADER_BYTES_MAX = 64 << 20
-"""A plan with the environments of many processes is the largest frame."""
+"""Largest head of a frame: that of a plan with the environments of many processes."""
 
 PAYLOAD_BYTES_MAX = 1 << 20
 PIPE_READ_BYTES = 256 * 1024
 
 PIPE_FULL_BYTES = 4 << 20
-"""More than this waiting to be written means that the other side does not keep up."""
+"""Bytes waiting to be written above which the other side does not keep up."""
 
 
 class FrameError(KvdistError):
-    """The other side sent something that is not a frame."""
+    """The other side sent an invalid frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message."""
+    """A message."""
 
     kind: str
     fields: dict[str, Any]
     payload: bytes = b""
 
     def encode(self) -> bytes:
-        """Its bytes on the pipe."""
+        """The encoded frame."""
         head: dict[str, Any] = {"kind": self.kind, **self.fields}
         if self.payload:
             head["bytes"] = len(self.payload)
@@ -73,7 +73,7 @@ class FrameDecoder:
         """The frames that `data` completes.
 
         Raises:
-            FrameError: they are not valid.
+            FrameError: the bytes are not valid frames.
         """
         self._rest += data
         frames = []
@@ -117,7 +117,7 @@ class FrameWriter:
     Args:
         selector: waits until the pipe takes more.
         descriptor: the writing end.
-        broken: is called when the reader is gone.
+        broken: is called when the reader has closed the pipe.
     """
 
     def __init__(self, selector: selectors.BaseSelector, descriptor: int, broken: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ class FrameWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits that producers should pause."""
+        """Whether more than `PIPE_FULL_BYTES` wait, so that producers should pause."""
         return len(self._waiting) > PIPE_FULL_BYTES
 
     @property
@@ -162,7 +162,7 @@ class FrameWriter:
         self._expect(bool(self._waiting))
 
     def close(self) -> None:
-        """Write no more. The descriptor stays open; the caller owns it."""
+        """Drop the frames that wait and later frames. The descriptor stays open; the caller owns it."""
         self._is_closed = True
         self._waiting.clear()
         self._expect(False)

@@ -1,4 +1,4 @@
-"""``kvdist doctor``: check this machine, or every host as before a job, and measure them and the network between them.
+"""``kvdist doctor``: checks this machine, or every host as before a job, and measures their speed and network.
 
 Only the agent is started on a host. Links are measured in turn, in both directions, so that no measurement disturbs
 another. With ``--parameters`` and ``--step`` a table compares the ways of training, by the model of `kvdist.estimate`.
@@ -49,16 +49,16 @@ PROGRAM = "kvdist doctor"
 PROBLEM = 1
 
 LINK_S = 0.5
-"""The usual time of one measurement."""
+"""The usual time of a measurement."""
 
 SILENT_S = 5.0
-"""If all measurements take longer, a line says how long."""
+"""Total time of all measurements above which a line announces it."""
 
 ANSWER_S = 2 * SERVE_S
-"""For an agent's answer; longer than everything that a measurement waits for."""
+"""Time for an agent's answer; longer than all waits of a measurement."""
 
 ALONE_MB_PER_S = 1e6
-"""Of a machine that has no line to another."""
+"""MB/s assumed for a machine without a link to another."""
 
 WORKERS_OF_CPU = 2
 """Workers in the line that starts a job on this machine, if it has no GPU."""
@@ -68,10 +68,10 @@ HERE = "this machine"
 OF_HOSTS = (
     "--hostfile", "--python", "--activate", "--ssh-option", "--accept-new-host-keys", "--interface", "--sync-dst-dir",
 )  # fmt: skip
-"""The options of ``kvdist-launch`` that say which hosts there are and how they are reached."""
+"""The options of ``kvdist-launch`` that name the hosts and how to reach them."""
 
 OTHER_HELP = {"--sync-dst-dir": {"help": "check whether DIR can be written to on every host, and its free space"}}
-"""Of options that do something else here than in ``kvdist-launch``."""
+"""Settings of options that have another effect than in ``kvdist-launch``."""
 
 EPILOG = """\
 The first table is the one that kvdist-launch prints before a job, with the speed of each host in products of float32
@@ -83,10 +83,10 @@ line starts a job. The exit code is 1 if a host, or a link between two, has a pr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine hosts as the command line says. Returns the exit code.
+    """Examine hosts as the command line asks. Returns the exit code.
 
     Args:
-        argv: the words after the program's name; None takes those this process was started with.
+        argv: the words after the program's name; None takes those of this process.
     """
     options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
@@ -177,7 +177,7 @@ def _measure_speeds(pool: HostPool, selector: selectors.BaseSelector) -> None:
 
 
 def _modes(options: argparse.Namespace, connections: Sequence[HostConnection], links: LinkTable) -> list[Mode]:
-    """The ways of training on the hosts without a problem, which are at least one host."""
+    """The ways of training on the hosts without a problem, of which at least one must exist."""
     speeds = {
         _name(one): float(one.found["gflops"]) if options.speeds is None else options.speeds[place]
         for place, one in enumerate(connections)
@@ -227,8 +227,8 @@ class LinkTable:
     """Latency and bandwidth between machines.
 
     Attributes:
-        names: of the machines.
-        speeds: (from, to) → what was measured, by places in `names`.
+        names: names of the machines.
+        speeds: (from, to) → speed of the link, by positions in `names`.
     """
 
     names: tuple[str, ...]
@@ -244,7 +244,7 @@ class LinkTable:
         ]
 
     def slowest_of(self, name: str, among: Collection[str]) -> float:
-        """MB/s of the slowest line between a machine and others; of one alone as good as infinite."""
+        """MB/s of the slowest line between a machine and others; `ALONE_MB_PER_S` for a machine without lines."""
         ends = [(self.names[source], self.names[target], speed) for (source, target), speed in self.speeds.items()]
         found = [
             speed.mb_per_s
@@ -273,11 +273,11 @@ class LinkTable:
 
 
 def measure_links(pool: HostPool, selector: selectors.BaseSelector, address: str | None = None) -> LinkTable:
-    """Measure between all hosts that are connected, and this machine.
+    """Measure the links between all connected hosts, and this machine.
 
     Args:
-        pool: the hosts. To measure one interface, each has been asked for its address there. If a host is this machine,
-            this machine has the host's name in the tables.
+        pool: the hosts. To measure an interface, each must have been asked for its address on it. If a host is this
+            machine, this machine has the host's name in the tables.
         selector: the pool's.
         address: this machine's address on that interface; None measures the routes by which hosts were reached.
     """
@@ -309,7 +309,7 @@ def _measure(source: _Machine, target: _Machine) -> LinkSpeed:
 
 @dataclass(frozen=True)
 class _Machine:
-    """One end of a link: this machine by its own probe, another one by its agent."""
+    """An end of a link: this machine with its probe, another machine with its agent."""
 
     probe: HostProbe | RemoteProcesses
     pool: HostPool

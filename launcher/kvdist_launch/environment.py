@@ -1,9 +1,8 @@
 """The environment of a process, as changes to the environment of its host.
 
-An agent knows its host's own variables; the launcher knows what the user wants. So an `Environment` has three layers:
+An agent knows the variables of its host; the launcher knows the user's wishes. So an `Environment` has three layers:
 ``defaults`` that both the host and the user may override, ``front`` which goes before a search path of the host, and
-``settings`` which win. Values reach a process byte for byte; no
-shell ever sees one.
+``settings`` which win. Values reach a process byte for byte; no shell ever sees them.
 
 torchrun's variables (RANK, WORLD_SIZE and so on) are never set: libraries would go distributed on seeing them.
 """
@@ -21,15 +20,15 @@ from kvdist.config.settings import CLUSTER_VARIABLES, TWINS
 from kvdist.errors import ConfigError
 
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
-"""Set by the user for the job as a whole; the launcher decides by them, and sets them for every process."""
+"""Set by the user for the job as a whole; the launcher reads them, and sets them for every process."""
 
 ON_LOSS = "KVDIST_ON_LOSS"
 SNAPSHOTS = "KVDIST_SNAPSHOTS"
 REPLICAS = "KVDIST_REPLICAS"
-"""What follows when a worker is lost."""
+"""Variables that decide how the job continues after a loss."""
 
 RESTARTS = "KVDIST_RESTARTS"
-"""Tells a process how often it was started before, or its job, if it was."""
+"""Variable with the number of restarts of a process or of its job."""
 
 OWNED_VARIABLES = frozenset(
     [
@@ -51,10 +50,10 @@ OWNED_VARIABLES = frozenset(
 """The identity of a process: set by the launcher alone, and never inherited from its environment."""
 
 OTHER_NAME = {**TWINS, **{theirs: ours for ours, theirs in TWINS.items()}}
-"""For each variable that has two names, the other one."""
+"""Variable with two names → its other name, for both names."""
 
 ADDRESS_VARIABLES = frozenset({"KVDIST_NODE_HOST", "DMLC_NODE_HOST"})
-"""True for the launching machine only, and wrong on another."""
+"""Variables that are true for the launching machine only."""
 
 FORWARDED_PREFIXES = (
     "CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KVDIST_", "MXNET_", "DMLC_", "PS_", "HOROVOD_", "TORCH_", "PYTORCH_",
@@ -62,15 +61,16 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 FORWARDED_NAMES = frozenset({"HF_HOME", "LANG"})
 FRONT_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
-"""Forwarded to other hosts without being asked for: the first two win there, the last goes before theirs."""
+"""Variables that other hosts get by default: those of the first two constants replace the host's, search paths go
+before it."""
 
 SECRET_WORDS = ("SECRET", "TOKEN", "KEY", "PASS", "CREDENTIAL")
-"""Parts of names of variables whose values are neither shown nor forwarded without being asked for."""
+"""Parts of names of variables whose values are hidden, and forwarded only on request."""
 
 HIDDEN = "(hidden)"
 
 SYSTEM_FOLDERS = frozenset({"/bin", "/usr/bin", "/usr/local/bin", "/sbin", "/usr/sbin"})
-"""Folders that every PATH has; putting one first would only reorder them."""
+"""Folders that every PATH has; moving them to its front would only reorder them."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 FILE_BYTES_MAX = 1 << 20
@@ -81,7 +81,7 @@ class Environment:
     """Changes to the environment of a host.
 
     Attributes:
-        defaults: for variables that the host does not set.
+        defaults: values of variables that the host does not set.
         front: paths that go before those of the host.
         settings: values that win over the host's.
     """
@@ -91,9 +91,9 @@ class Environment:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of a process on a host whose own variables are `base`.
+        """The whole environment of a process on a host with the variables `base`.
 
-        Identity in `base` is left out: a job may be started inside another one.
+        Identity in `base` is left out: a job may be started inside another job.
         """
         env = {name: value for name, value in base.items() if name not in OWNED_VARIABLES}
         for name, value in self.defaults.items():
@@ -116,7 +116,7 @@ def in_front(path: str, rest: str) -> str:
 
 
 def interpreter_front(python: str) -> dict[str, str]:
-    """What goes before PATH so that ``python`` is the interpreter `python`, and tools beside it are found."""
+    """The folder to put before PATH so that ``python`` is the interpreter `python`, and tools beside it are found."""
     folder = os.path.dirname(python)
     return {} if not folder or folder in SYSTEM_FOLDERS else {"PATH": folder}
 
@@ -147,7 +147,7 @@ def redacted(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def overlay(variables: dict[str, str], changes: Mapping[str, str]) -> None:
-    """Set `changes` in `variables`; of a variable with two names the other one is dropped."""
+    """Set `changes` in `variables`; a variable's other name is dropped."""
     for name, value in changes.items():
         variables.pop(OTHER_NAME.get(name, ""), None)
         variables[name] = value
@@ -175,10 +175,10 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
 
 
 def parse_exports(texts: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``-x NAME`` (as `environ` has it) and ``-x NAME=VALUE``.
+    """The variables of ``-x NAME`` (with the value in `environ`) and ``-x NAME=VALUE``.
 
     Raises:
-        ConfigError: a text has neither form, names a variable that is not set, or one that the launcher sets itself.
+        ConfigError: a text has neither form, or names a variable that is not set or that the launcher sets itself.
     """
     variables = {}
     for text in texts:

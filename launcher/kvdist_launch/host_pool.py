@@ -1,11 +1,11 @@
-"""All hosts of a job: connected, asked and looked after at the same time, on one selector; each by its agent over ssh.
+"""The hosts of a job, reached through agents over ssh: connected, checked and watched concurrently on one selector.
 
-The end of the pipe, whatever the reason, loses the host: every process of it that was not seen to end is then reported
-as lost, with the last line of ssh as the reason. The agent ends them on its side; process ids never travel.
+When the pipe ends, for any reason, the host is lost: every process of it that was not seen to end is then reported as
+lost, with the last line of ssh as the reason. The agent ends them on its side.
 
-During long operations the agents get a sign of life every second.
+During long operations the agents get a heartbeat every second.
 
-Before anything starts every host is checked at the same time: one table, and a sentence for each problem.
+Before any process starts all hosts are checked concurrently: the result is a table, and a sentence for each problem.
 """
 
 from __future__ import annotations
@@ -61,33 +61,33 @@ NOISE_LINES_MAX = 20
 """Lines of ssh and of login scripts that are kept to explain a failure."""
 
 BEFORE_BYTES_MAX = 64 * 1024
-"""Kept of what login scripts print before the agent's first line."""
+"""Bytes of the output of login scripts, before the agent's first line, that are kept."""
 
 KEY_CHANGED = "IDENTIFICATION HAS CHANGED"
-"""Part of what ssh prints if a host has another key than before."""
+"""Part of ssh's message about a host whose key has changed."""
 
 END_S = 3.0
-"""How long an agent may take to leave when it was told to."""
+"""Time that an agent may take to leave after it was asked to."""
 
 LOOK_S = 10.0
-"""How long connecting and all questions may take together."""
+"""Time limit for connecting and all questions together."""
 GREETING_S = 8.0
-"""The part of it in which a host must accept the login and start its agent."""
+"""Time limit for a host to accept the login and start its agent; part of `LOOK_S`."""
 SILENT_BEATS_MIN = 3
-"""Fewer signs of life than so many may fail to come, however short the patience is: they are a second apart."""
+"""Lower limit of the patience, in heartbeats, which are a second apart."""
 ANSWER_S_MIN = 1.0
-"""The time that agents have for a question at least."""
+"""Time that agents have for a question at least."""
 
 
 class RemoteProcesses(HostProcesses):
-    """The processes of another host, by way of its agent on an ssh pipe.
+    """The processes of another host, started by its agent at the other end of an ssh pipe.
 
     Args:
         host: its name, for people.
         argv: the command that starts its agent.
         selector: waits for the pipe.
-        listener: hears what happens.
-        patience_s: the host is lost after so long without a frame, or three seconds; its agent sends one every second.
+        listener: receives the events of the processes.
+        patience_s: silence after which the host is lost, at least 3 s; its agent sends a frame every second.
 
     Attributes:
         facts: the first frame of the agent, about its host; None until then.
@@ -129,7 +129,7 @@ class RemoteProcesses(HostProcesses):
             selector.register(stream, selectors.EVENT_READ, read)
             self._open.add(stream.fileno())
 
-    # What the launcher wants.
+    # Requests of the launcher.
 
     def ask(self, kind: str, **fields: Any) -> None:
         """Send the agent a frame; the answer to a question will be in `answers`."""
@@ -139,7 +139,7 @@ class RemoteProcesses(HostProcesses):
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
-        # A scheduler there listens at the agent's own socket; `listening` is of this machine.
+        # A scheduler on the remote host listens at the agent's socket; `listening` is a socket of this machine.
         for process in processes:
             self._alive[process.node], self._lives[process.node] = 0, process.life
         secret_text = None if secret is None else secret.hex()
@@ -158,7 +158,7 @@ class RemoteProcesses(HostProcesses):
         self._writer.send("tell", node=encode_node(node), line=line)
 
     def take_exits(self) -> None:
-        """Does nothing: exits come by the pipe."""
+        """Does nothing: the agent reports exits."""
 
     def beat(self, now: float) -> None:
         if self.failure:
@@ -225,12 +225,12 @@ class RemoteProcesses(HostProcesses):
             self._listener.ended(exits)
             self._listener.settled(exits)
 
-    # What the pipe brings.
+    # Frames and output of the agent.
 
     def _read(self) -> None:
         data = self._take(self._stdout)
         if not data or self.failure:
-            return  # what a lost host sends comes too late
+            return  # frames of a lost host come too late
         self._heard_at = time.monotonic()
         try:
             for frame in self._decoder.feed(self._after_greeting(data)):
@@ -241,7 +241,8 @@ class RemoteProcesses(HostProcesses):
             raise self._refusal
 
     def _after_greeting(self, data: bytes) -> bytes:
-        """The agent's bytes. What login scripts print before them is kept as an explanation only."""
+        """Return the agent's bytes in `data`. Output of login scripts before its greeting is only kept to explain
+        failures."""
         if self._is_greeted:
             return data
         self._before_greeting += data
@@ -294,7 +295,7 @@ class RemoteProcesses(HostProcesses):
         self._noise = [*self._noise, *filter(None, texts)][-NOISE_LINES_MAX:]
 
     def _take(self, stream: IO[bytes]) -> bytes:
-        """What is there to be read; nothing when the pipe has ended."""
+        """The bytes that can be read now; empty also when the pipe has ended."""
         try:
             data = os.read(stream.fileno(), PIPE_READ_BYTES)
         except BlockingIOError:
@@ -307,7 +308,7 @@ class RemoteProcesses(HostProcesses):
         return data
 
     def _broke(self) -> None:
-        """The pipe has ended, whatever the reason."""
+        """Treat the host as lost after the end of the pipe."""
         with contextlib.suppress(BlockingIOError):
             self._note(self._complaints.feed(os.read(self._stderr.fileno(), PIPE_READ_BYTES)))
         # The last line is the reason; for a changed key it says no more than for an unknown one.
@@ -335,13 +336,13 @@ def _streams(ssh: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[byt
 
 @dataclass
 class HostConnection:
-    """One host of the job.
+    """The connection to a host of the job.
 
     Attributes:
         host: as the user named it.
-        processes: those of this host.
+        processes: the processes of this host.
         facts: the first frame of its agent.
-        found: its answers since.
+        found: the fields of the agent's answers so far.
         problem: why it cannot take part, a sentence; empty if it can.
     """
 
@@ -372,16 +373,16 @@ class HostConnection:
 
 
 class HostPool:
-    """The hosts of a job. Entered, it releases them at the end.
+    """The hosts of a job. A context manager that releases them at the end.
 
     Args:
         hosts: in the user's order.
         python: the interpreter of hosts that name none.
         ssh: the user's options.
-        supervisor: gives the selector, and listens to the processes.
+        supervisor: provides the selector, and listens to the processes.
 
     Attributes:
-        connections: one for each host.
+        connections: the connections, in the order of `hosts`.
         ssh: the user's options.
     """
 
@@ -405,7 +406,7 @@ class HostPool:
         return RemoteProcesses(host.name, argv, self._supervisor.selector, self._supervisor, self.ssh.patience_s)
 
     def dial_again(self, connection: HostConnection) -> HostProcesses:
-        """The processes of a host, by way of a new agent if there is none any more."""
+        """The processes of a host, through a new agent if the last agent has ended."""
         processes = connection.processes
         if processes.failure or (isinstance(processes, RemoteProcesses) and processes.is_silent):
             processes.hang_up()
@@ -416,7 +417,7 @@ class HostPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let every host go, all at the same time."""
+        """Release all hosts concurrently."""
         self._probe.close()
         for _, remote in self.remote():
             remote.ask("leave")
@@ -425,7 +426,7 @@ class HostPool:
             connection.processes.release()
 
     def connect(self) -> None:
-        """Wait for every agent's first frame; a host without one has a problem, which says what to do."""
+        """Wait for every agent's first frame; a host without it gets a problem with advice."""
         remotes = self.remote()
         self.turn_until(lambda: all(one.facts is not None or one.failure for _, one in remotes), GREETING_S)
         for connection, remote in remotes:
@@ -459,7 +460,7 @@ class HostPool:
                 connection.problem = remote.failure or f"its agent has not answered within {left_s:.0f} s"
 
     def turn_until(self, is_done: Callable[[], bool], timeout_s: float = float("inf")) -> None:
-        """Handle what comes from the hosts until `is_done`, or time is up."""
+        """Handle events of the hosts until `is_done`, or the time is up."""
         deadline = time.monotonic() + timeout_s
         while not is_done() and (now := time.monotonic()) < deadline:
             self._supervisor.turn(max(0.0, min(deadline, self._beat_at) - now))
@@ -469,7 +470,7 @@ class HostPool:
                     remote.beat(time.monotonic())
 
     def dismiss_idle(self, busy: Iterable[HostProcesses]) -> None:
-        """Let the hosts go that have nothing to do."""
+        """Release the hosts that have no process to run."""
         in_use = list(busy)
         idle = [remote for _, remote in self.remote() if remote not in in_use]
         for remote in idle:
@@ -483,18 +484,18 @@ class HostPool:
         return [(one, one.processes) for one in self.connections if isinstance(one.processes, RemoteProcesses)]
 
 
-# What is checked before anything starts.
+# Checks before the start.
 
 FREE_BYTES_MIN = 64 << 20
-"""Less room than this in the folder that is copied to is a problem."""
+"""Free space in the destination folder below which a host has a problem."""
 
 
 def judge(connections: Iterable[HostConnection], destination: str | None, root: str = "the scheduler") -> None:
     """Turn everything that would stop the job later into a problem of its host.
 
     Args:
-        connections: the hosts, asked.
-        destination: the folder that is copied to.
+        connections: the hosts, with their answers.
+        destination: the folder to copy to; None if nothing is copied.
         root: the process that all others dial.
     """
     for one in connections:
@@ -536,11 +537,12 @@ def _problems(one: HostConnection, destination: str | None, root: str) -> list[s
 
 
 def explained(failure: str, python: str, host: Host) -> str:
-    """The message of ssh or of the far shell, with what to do about it; a command that helps stands at the end.
+    """The message of ssh or of the remote shell, with advice; a command that helps stands at the end.
 
     Args:
         failure: the message.
         python: the interpreter that was to run the agent.
+        host: the host.
     """
     known_as = host.name if host.port is None else f"[{host.name}]:{host.port}"
     known = [] if host.known_hosts is None else ["-f", host.known_hosts]
@@ -570,7 +572,7 @@ def explained(failure: str, python: str, host: Host) -> str:
 
 
 def install_command(host: Host, python: str) -> str:
-    """The command that copies this machine's kvdist to a host, and installs it there: no package index has it."""
+    """The command that copies this machine's kvdist to a host and installs it; kvdist is in no package index."""
     words = words_of_host(host)
     install = shlex.join(["ssh", *words, login_of(host), f"{python} -m pip install ./kvdist"])
     source = Path(__file__).resolve().parents[2]
@@ -584,10 +586,10 @@ def install_command(host: Host, python: str) -> str:
 
 
 def require_all(connections: Sequence[HostConnection]) -> None:
-    """Refuse to go on while a host has a problem.
+    """Raise if a host has a problem.
 
     Raises:
-        ConfigError: one has; the message has a sentence for each.
+        ConfigError: a host has a problem; the message has a sentence for each.
     """
     problems = [f"{one.host.name}: {one.problem}" for one in connections if one.problem]
     if problems:
@@ -596,7 +598,7 @@ def require_all(connections: Sequence[HostConnection]) -> None:
 
 
 def table(connections: Sequence[HostConnection], root: str = "scheduler") -> str:
-    """All hosts, a line each, with the columns that have something in them.
+    """A table with a line for each host, without empty columns.
 
     Args:
         connections: the hosts.

@@ -23,7 +23,7 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
 HOSTS_MAX = 4096
-"""A range in brackets can mean any number of hosts; more than these are a mistake."""
+"""Largest number of hosts; a range in brackets that exceeds it is a mistake."""
 
 FILE_BYTES_MAX = 1 << 20
 SHOWN_MAX = 80
@@ -45,12 +45,12 @@ gpu[01-08] slots=4 gpus=0,1,2,3 role=worker
 store[1,3,5-7] role=server iface=eth1
 [fd00::17] python=/opt/conda/bin/python
 """
-"""What ``--example-hostfile`` prints."""
+"""Text that ``--example-hostfile`` prints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine.
+    """A machine.
 
     Attributes:
         name: for ssh: a name, an alias or an address (IPv6 without brackets), as it was written, because aliases of
@@ -60,11 +60,11 @@ class Host:
         user: the login name; None leaves that to ssh's configuration.
         identity: the file of the private key, on this machine; None leaves that to ssh's configuration.
         known_hosts: the file of the keys of hosts, on this machine; None leaves that to ssh's configuration.
-        python: its interpreter; None is the path that the launcher's own has.
+        python: its interpreter; None is the path of the launcher's.
         gpus: the devices that its workers share, as in CUDA_VISIBLE_DEVICES.
         iface: the network interface that its processes use.
-        role: the only role that may run there, server or worker; None is both.
-        is_alone: whether it is all that ``-H`` says, so that the name of a hostfile may have been meant.
+        role: the only role that may run on it, server or worker; None is both.
+        is_alone: whether ``-H`` consists of its name alone, which may have been meant as the name of a hostfile.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Host:
 
     @property
     def asks_for_ssh(self) -> bool:
-        """Whether something is given that only ssh needs, which asks for ssh even to this machine."""
+        """Whether an attribute is set that only ssh uses, so that even this machine is reached by ssh."""
         return any(one is not None for one in (self.port, self.user, self.identity, self.known_hosts))
 
     @property
@@ -91,11 +91,11 @@ class Host:
 
     @property
     def machine(self) -> tuple[str, int | None]:
-        """Equal for two lines about the same machine; ports of one address may lead to several machines."""
+        """Key that is equal for two lines about the same machine; ports of an address may lead to several machines."""
         return ("localhost", None) if self.is_local else (self.name.lower(), self.port)
 
     def takes(self, role: Role) -> bool:
-        """Whether processes of that role may run here."""
+        """Whether processes of the role may run on it."""
         return self.role is None or self.role is role
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ def read_hosts(text: str) -> list[Host]:
     """The hosts of ``-H text``: those of the file of that name, or else of the list itself.
 
     Raises:
-        ConfigError: the file cannot be read, or the hosts are not valid; the message says where and what to write.
+        ConfigError: the file cannot be read, or the hosts are not valid; the message names the line and the correction.
     """
     path = Path(expanded(text))
     if path.is_dir():
@@ -128,7 +128,7 @@ def read_hosts(text: str) -> list[Host]:
 
 
 def _hostfile_like(text: str) -> str:
-    """The hostfile of the current folder whose name is spelled most like this; '' if there is none."""
+    """The hostfile of the current folder with the most similar name; '' if none is similar."""
     from difflib import get_close_matches  # here, as few need it and every job would wait for it
 
     try:
@@ -163,7 +163,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
         name: the file's name, for messages.
 
     Raises:
-        ConfigError: a line is not valid; the message has the file, the line and what to write.
+        ConfigError: a line is not valid; the message names the file, the line and the correction.
     """
     hosts = _Hosts(f"{name} contains no host; kvdist-launch --example-hostfile prints an example")
     for number, line in enumerate(text.split("\n"), 1):
@@ -181,7 +181,7 @@ def parse_host_list(text: str) -> list[Host]:
     """The hosts of a list like ``a:2,b:2``, where the numbers are slots.
 
     Raises:
-        ConfigError: an entry is not valid; the message has the entry and what to write.
+        ConfigError: an entry is not valid; the message names the entry and the correction.
     """
     hosts = _Hosts("-H contains no host; write a list such as -H a:2,b:2, or the name of a hostfile")
     for entry in re.split(r",(?![^\[]*\])", text):
@@ -198,11 +198,11 @@ def parse_host_list(text: str) -> list[Host]:
 
 
 class _Wrong(Exception):
-    """A line is not valid; the message says what to write instead."""
+    """A line is not valid; the message says how to correct it."""
 
 
 class _Hosts:
-    """Collects hosts, and refuses duplicates and too many."""
+    """Collects hosts, and refuses duplicates and too many hosts."""
 
     def __init__(self, none_found: str) -> None:
         self._none_found = none_found
@@ -347,7 +347,7 @@ def _number(text: str, what: str, most: int) -> int:
 
 
 def _matching(what: str, pattern: str, advice: str) -> Callable[[str], str]:
-    """A parser of words of one form."""
+    """A parser of words that match `pattern`."""
 
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text) or not text.isprintable():
@@ -374,7 +374,7 @@ def _role(text: str) -> Role | None:
 
 
 def _file_of_keys(what: str, text: str, must_exist: bool = False) -> str:
-    """The path of a file of ssh's on this machine."""
+    """The checked path of a file of ssh on this machine."""
     _matching(what, r'[^-"][^"]*', "the path of a file on this machine, as in identity=~/.ssh/lab")(text)
     try:
         path = expanded(text)

@@ -1,11 +1,11 @@
 """A job on several hosts, from the first connection to the exit code.
 
-Everything that can be known beforehand is checked before anything is started or copied: hosts that cannot take part are
-named, with a reason, and then nothing has happened yet.
+Everything that can be checked beforehand is checked before any process is started or file copied: the error then names
+the hosts that cannot take part, with a reason, and nothing has been changed on any host.
 
-An alias that ssh knows is not an address, so addresses are never taken from the hosts' names. A host says which
-address it sees this machine under (ssh's own variable); its processes can dial that address if it belongs to this
-machine and not to a router in between.
+An alias that ssh knows is not an address, so addresses are never taken from the hosts' names. A host reports the
+address under which it sees this machine (ssh's SSH_CONNECTION); its processes can dial that address if it belongs to
+this machine and not to a router in between.
 """
 
 from __future__ import annotations
@@ -44,18 +44,17 @@ def root_addresses(
     is_ours: Callable[[str], bool] | None = None,
     has_servers: bool = True,
 ) -> list[str]:
-    """For each host the address under which it reaches the job's root.
+    """The address under which each host reaches the job's root.
 
     Args:
         connections: the hosts. The root's has been asked for its address on the interface, if any.
         root: the host of the scheduler, or in a job without servers of rank 0; None is this machine.
         interface: the name of a network card, or a network, in which the address has to be.
-        is_ours: whether this machine has an address.
+        is_ours: whether an address belongs to this machine; None asks the system.
         has_servers: whether the root is a scheduler.
 
     Raises:
-        ConfigError: a host sees this machine behind a router, so that it cannot be dialled from there; or there is no
-            such interface.
+        ConfigError: a host sees this machine behind a router, so that it cannot dial it; or no such interface exists.
     """
     if root is not None and not root.is_here:
         if root.found.get("no_interface"):
@@ -81,14 +80,14 @@ def root_addresses(
 
 
 def listening_address(addresses: Sequence[str]) -> str:
-    """The address at which the root listens so that all of these reach it."""
+    """The address at which the root listens so that all of `addresses` reach it."""
     if len(set(addresses)) == 1:
         return addresses[0]
     return ANY_ADDRESS if any(":" in address for address in addresses) else ANY_IPV4_ADDRESS
 
 
 def is_address_of_this_machine(address: str) -> bool:
-    """Whether one of this machine's network cards has it."""
+    """Whether a network card of this machine has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -105,11 +104,13 @@ def run_on_hosts(
 
     Args:
         options: those of ``kvdist-launch``.
-        job: what is wanted; its port and addresses are found here.
+        job: the job; its port and addresses are determined here.
+        hosts: its hosts.
+        supervisor: runs the processes.
         environ: the launcher's variables.
 
     Raises:
-        ConfigError: a host cannot take part, a copy failed, or the plan does not fit; nothing runs then.
+        ConfigError: a host cannot take part, a copy failed, or the plan does not fit; no process runs then.
     """
     # What the options say is in the job's variables too; there may be others, which servers follow as well.
     variables = with_twins({**environ, **job.env})
@@ -119,7 +120,7 @@ def run_on_hosts(
 
 
 class _HostJob:
-    """The steps, in order, and what they have found out."""
+    """The steps of `run_on_hosts`, in order, and their results."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class _HostJob:
         workers = {process.node: process for process in processes if process.node.role is Role.WORKER}
 
         def elsewhere(process: Process) -> Assignment:
-            """Another place for a process whose host is lost."""
+            """A new place for a process whose host is lost."""
             lost = {index for index, one in enumerate(self._connections) if one.processes.failure}
             if process.node in workers:
                 others = [one for node, one in workers.items() if node != process.node]
@@ -186,7 +187,7 @@ class _HostJob:
         return self._supervisor.run(assignments, self._listening, secret, elsewhere)
 
     def _connect(self) -> None:
-        """Reach all hosts. If one cannot be reached, all that is wrong with any of them is reported at once."""
+        """Connect to all hosts. If some cannot be reached, the problems of all hosts are reported together."""
         self._pool.connect()
         if self._is_checked and any(one.problem for one in self._connections):
             self._check(None)
@@ -206,10 +207,10 @@ class _HostJob:
         return int(root.found["port"])
 
     def _check(self, port: int | None) -> None:
-        """Ask every host the rest, and show the answers.
+        """Check every host, and show the results.
 
         Args:
-            port: where the root listens; None while that is not known.
+            port: the port at which the root listens; None if it does not listen yet.
         """
         sync = self._sync
         destination = None if sync is None else sync.destination
@@ -232,7 +233,7 @@ class _HostJob:
         require_all(self._connections)
 
     def _copy(self, sync: SyncOptions) -> None:
-        """Copy to every host; to this one too, if it is one of them and the folder is another."""
+        """Copy to every host; to this machine too, if it is among the hosts and the destination is another folder."""
         runs: list[RsyncRun] = []
         watchdog = Watchdog()
         try:
@@ -287,7 +288,7 @@ class _HostJob:
                 yield f"{one.host.name}: {warning}"
 
     def _assignments(self, processes: Sequence[Process]) -> list[tuple[HostProcesses, list[Process]]]:
-        """What each host starts. This machine is one more if only the scheduler runs here."""
+        """The processes of each host to start. This machine is added if only the scheduler runs on it."""
         hosts: dict[int, HostProcesses] = {index: one.processes for index, one in enumerate(self._connections)}
         here = next((one.processes for one in self._connections if one.is_here), None)
         hosts[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor, self._supervisor.exits)

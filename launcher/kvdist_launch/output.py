@@ -398,7 +398,7 @@ class LogFiles:
             while data:
                 data = data[os.write(descriptor, data) :]
         except OSError as error:
-            # What is wrong with one file is likely to be wrong with all, and one sentence is enough.
+            # All files are likely to have the same problem, and one message is enough.
             self._say(f"{paths[stream]}: {error.strerror}; the log files end here, the job goes on")
             self.close()
 

@@ -1,16 +1,16 @@
-"""What a job consists of: which process runs on which host, with which argv and which environment.
+"""Plan of a job: which process runs on which host, with which argv and which environment.
 
-Pure: nothing here starts a process or reads a machine, so a plan can be compared with a file and printed. No shell ever
+Pure: no function starts a process or reads a machine, so a plan can be compared with a file and printed. No shell ever
 sees an argument or a value; they reach the processes byte for byte.
 
 Processes take turns over the hosts as in MXNet, servers first: number i of servers and workers together goes to host i
-modulo the number of hosts; a host that does not take the role, or has no free slot, is passed over. Then ranks are
-given in the order of the hosts, so worker 0 is on the first host with workers, and the workers of a host have
-consecutive ranks. Horovod's way fills all slots of a host before the next.
+modulo the number of hosts; a host that does not take the role, or has no free slot, is skipped. Then ranks are assigned
+in the order of the hosts, so worker 0 is on the first host with workers, and the workers of a host have consecutive
+ranks. Horovod's way fills all slots of a host before the next.
 
-A process's environment, later ones winning: the host's own without the variables of an earlier job, defaults, forwarded
-variables (other hosts only), ``--env``, the role's ``--env-...``, and the process's identity in the cluster. Settings
-of kvdist come from the launching machine alone, so that all hosts have the same.
+A process's environment, later layers winning: the variables of its host without those of an earlier job, defaults,
+forwarded variables (other hosts only), ``--env``, the role's ``--env-...``, and the process's identity in the cluster.
+Settings of kvdist come from the launching machine alone, so that all hosts have the same.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from kvdist_launch.security import VARIABLE as SECRET_FILE
 
 THIS_MACHINE = "this machine"
 LAUNCHER = -1
-"""The index of the launching machine, which need not be one of the hosts."""
+"""Index of the launching machine, which need not be among the hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where one process runs.
+    """Where a process runs.
 
     Attributes:
         host: an index into the job's hosts, or `LAUNCHER`.
         local_rank: counts the processes of this role on this host.
-        local_size: the workers of its host, if it is a worker.
+        local_size: number of workers on its host, if it is a worker.
         cross_rank: its host's position among the hosts that have a worker of its local rank.
-        cross_size: how many such hosts there are.
+        cross_size: number of those hosts.
     """
 
     node: NodeId
@@ -74,11 +74,13 @@ def place(
     """The processes of a job in starting order: scheduler, servers, workers; without servers, workers alone.
 
     Args:
+        hosts: the job's hosts.
+        num_workers, num_servers: how many processes of each role to place.
         scheduler_host: an index into `hosts`; None is the launching machine.
         is_filled: whether workers take all slots of a host before those of the next.
 
     Raises:
-        ConfigError: some processes have no place; the message names the sums.
+        ConfigError: the hosts do not have room for all processes; the message names the sums.
     """
     counts: dict[Role, list[int]] = {Role.SERVER: [0] * len(hosts), Role.WORKER: [0] * len(hosts)}
     turn = 0
@@ -99,7 +101,7 @@ def place(
 
 
 def _with_positions(placements: Sequence[ProcessPlace]) -> list[ProcessPlace]:
-    """The places, in which each worker's position among the others is filled in."""
+    """Complete the places with each worker's position among the other workers."""
     workers = [one for one in placements if one.node.role is Role.WORKER]
     sizes = Counter(one.host for one in workers)
     across: dict[int, list[int]] = {}
@@ -113,10 +115,10 @@ def _with_positions(placements: Sequence[ProcessPlace]) -> list[ProcessPlace]:
 
 
 def workers_of_slots(hosts: Sequence[Host]) -> int:
-    """The number of workers if it is not given: the sum of all slots.
+    """The default number of workers: the sum of all slots.
 
     Raises:
-        ConfigError: a host that takes workers does not say how many.
+        ConfigError: a host that takes workers does not have slots.
     """
     unknown = [str(host) for host in hosts if host.takes(Role.WORKER) and host.slots is None]
     if any(host.is_alone for host in hosts):
@@ -140,10 +142,10 @@ def _has_room(host: Host, role: Role, taken: int) -> bool:
 
 
 def require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
-    """Refuse more processes of a role than hosts take.
+    """Refuse more processes of a role than the hosts have room for.
 
     Raises:
-        ConfigError: no host takes the role, or all slots are too few.
+        ConfigError: no host takes the role, or the sum of all slots is too small.
     """
     willing = [host for host in hosts if host.takes(role)]
     if number and not willing:
@@ -170,12 +172,12 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 PYTHON = "{python}"
-"""As first word of a command: the interpreter of its host."""
+"""As first word of a command: the interpreter of the host."""
 
 INTERFACES = ("KVDIST_INTERFACE", "DMLC_INTERFACE")
 
 UNKNOWN = "-"
-"""Instead of the path of the secret, which is known only on the host of the process."""
+"""Placeholder for the path of the secret, which is known only on the host of the process."""
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
@@ -186,18 +188,18 @@ HOROVOD_PLACES = (
     *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
 )
 """For scripts that read Horovod's variables, in jobs without servers."""
-"""The variables of a worker's position among the others."""
+"""Variables with a worker's position among the other workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What is known of a machine when a plan is made.
+    """Facts about a machine that a plan is based on.
 
     Attributes:
-        cores: CPU cores that the job's processes may use there; 0 if unknown.
+        cores: CPU cores that the job's processes may use on it; 0 if unknown.
         python: the path of its interpreter.
-        address: where the other machines of the job reach it.
-        environ: its own variables.
+        address: the address under which the other machines of the job reach it.
+        environ: its environment variables.
         scheduler: the address under which it reaches the scheduler; empty is that of the scheduler's host.
     """
 
@@ -210,15 +212,15 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process to start.
+    """A process to start.
 
     Attributes:
         host: an index into the job's hosts, or `LAUNCHER`.
         argv: the program and its arguments.
         environment: the changes to its host's environment.
         cwd: the folder it starts in; None is that of the launcher or agent.
-        is_told_of_endings: whether its standard input gets one line for each process that ended
-            (``ended worker 1 exit 3``); the input of the others is empty.
+        is_told_of_endings: whether its standard input gets a line for each process that ended (``ended worker 1 exit
+            3``); the input of other processes is empty.
         is_root: whether all others dial it, so that it inherits the listening socket: the scheduler, or in a job
             without servers worker 0.
         is_called: whether it gets the bytes of a call on its standard input, and writes a result to a descriptor, whose
@@ -238,18 +240,18 @@ class Process:
 
     @property
     def life(self) -> int:
-        """How often it was started before."""
+        """How often it was restarted."""
         return int(self.environment.settings.get(RESTARTS, "0"))
 
     def again(self, life: int) -> Process:
-        """It, as it is started when it was `life` times before."""
+        """A copy of this process for restart number `life`."""
         settings = {**self.environment.settings, RESTARTS: str(life)}
         return replace(self, environment=replace(self.environment, settings=settings))
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What the user asked for.
+    """The job as the user asked for it.
 
     Attributes:
         num_servers: 0 is a job of workers alone, which find each other through rank 0.
@@ -258,13 +260,13 @@ class JobSpec:
         port: the TCP port of the scheduler, or of rank 0.
         name: a token unlike that of any other job.
         scheduler_host: an index into the hosts; None is the launching machine.
-        stdin: the rank of the worker whose standard input is the launcher's; None is none.
+        stdin: the rank of the worker whose standard input is the launcher's; None if no worker's is.
         is_called: whether workers get a call, see `Process`.
         is_filled: whether workers take all slots of a host before those of the next.
         cwd: the folder in which processes on hosts start; None is that of the launcher or agent.
         env, env_server, env_worker: variables for every process, for servers, for workers.
         security: wins over `SECURITY_VARIABLES` in `env`.
-        keeps_journal: whether the scheduler writes a journal, by which it goes on when the launcher starts it again.
+        keeps_journal: whether the scheduler writes a journal, from which it continues after a restart.
     """
 
     num_workers: int
@@ -289,12 +291,14 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
     """The processes of `job`, in starting order.
 
     Args:
-        facts: what is known of each of `hosts`.
-        launcher: what is known of the launching machine; its address is where the hosts reach it.
+        job: the job.
+        hosts: its hosts.
+        facts: the facts about each of `hosts`.
+        launcher: the facts about the launching machine; its address is the one that the hosts reach it by.
 
     Raises:
-        ConfigError: some processes have no place, a variable has an impossible value, or the worker of ``--stdin`` is
-            on another machine; the message names it.
+        ConfigError: the hosts do not have room for all processes, a variable has an impossible value, or the worker of
+            ``--stdin`` is on another machine; the message names it.
     """
     placements = _placements(job, hosts)
     return [_process(job, one, hosts, facts, launcher, is_root=one is placements[0]) for one in placements]
@@ -334,13 +338,13 @@ def moved(
     process: Process,
     lost: Collection[int],
 ) -> Process:
-    """A worker whose host is lost, as it runs on the host with a free slot and the fewest workers, else on its own.
+    """Move a worker of a lost host to the host with a free slot and the fewest workers, or else keep its host.
 
     Args:
         job, hosts, facts, launcher: as for `plan`.
         others: the other workers, as they run now or last ran.
         process: the worker.
-        lost: the indices of the hosts that are lost.
+        lost: the indices of the lost hosts.
     """
     taken = Counter(one.host for one in others)
     free = [
@@ -359,7 +363,7 @@ def root_host(job: JobSpec, hosts: Sequence[Host]) -> int | None:
     """The index of the root's host (scheduler or rank 0); None is the launching machine.
 
     Raises:
-        ConfigError: some processes have no place.
+        ConfigError: the hosts do not have room for all processes.
     """
     return job.scheduler_host if job.num_servers else _placements(job, hosts)[0].host
 
@@ -399,7 +403,7 @@ def thread_note(processes: Sequence[Process], hosts: Sequence[Host], facts: Sequ
 
 
 def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[str]:
-    """For each worker a line: its host, and its position among the workers."""
+    """A line for each worker: its host, and its position among the workers."""
     lines = []
     for process in processes:
         if process.node.role is Role.WORKER:
@@ -412,7 +416,8 @@ def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[st
 
 
 def share_of_devices(devices: Sequence[str], local_rank: int, workers: int) -> Sequence[str]:
-    """The devices of one of `workers` workers: a block of its own, or where devices are fewer, one in turn."""
+    """A worker's share of the devices of its host, which has `workers` workers: a block, or a shared device in turn if
+    there are fewer devices than workers."""
     if len(devices) < workers:
         return [devices[local_rank % len(devices)]]
     return devices[local_rank * len(devices) // workers : (local_rank + 1) * len(devices) // workers]
@@ -465,8 +470,8 @@ def _environment(
 def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
     """The process's identity, and the settings of kvdist of the launching machine.
 
-    They are read through the configuration, so that mistakes in them are found before anything starts. It knows no job
-    without servers, so such a job is described to it with a server that is left out at the end.
+    They are read through the configuration, so that mistakes in them are reported before any process starts. It cannot
+    describe a job without servers, so such a job is described with a server that is left out at the end.
     """
     identity = ClusterConfig(
         role=node.role,
@@ -501,7 +506,7 @@ PLACEMENT_TITLES = ("machine", "scheduler", "servers", "workers", "threads each"
 
 
 def placement(processes: Sequence[Process], hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-    """What ``--dry-run`` prints: a row for each machine, with cells for `PLACEMENT_TITLES`.
+    """The table that ``--dry-run`` prints: a row for each machine, with cells for `PLACEMENT_TITLES`.
 
     The cells have the ranks of servers and workers, the threads of each worker where they are known, and the GPUs that
     each worker sees, where any are named.
@@ -538,9 +543,10 @@ def _names(role: Role, ranks: Sequence[int]) -> str:
 
 
 def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
-    """What ``--dry-run -v`` prints: each process with its host, folder, changed variables and argv, secrets hidden.
+    """The text that ``--dry-run -v`` prints: each process with its host, folder, changed variables and argv, secrets
+    hidden.
 
-    Variables marked ``default`` apply where the host sets none, those marked ``front`` go before what it has, and
+    Variables marked ``default`` apply where the host sets none, those marked ``front`` go before the host's value, and
     those marked ``set`` win.
     """
     return "\n".join(_process_text(process, hosts) for process in processes)
@@ -573,7 +579,7 @@ def quoted(text: str) -> str:
 
 
 def _escaped_letter(letter: str) -> str:
-    """A letter as it is if it can be seen, else by its escape, or its bytes in hexadecimal."""
+    """A printable letter unchanged; others as an escape, or as their bytes in hexadecimal."""
     if letter in SHELL_ESCAPES or letter.isprintable():
         return SHELL_ESCAPES.get(letter, letter)
     return "".join(f"\\x{byte:02x}" for byte in letter.encode(errors="surrogateescape"))

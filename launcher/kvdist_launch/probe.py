@@ -1,7 +1,7 @@
 """Facts that a host finds out before any process starts on it: about itself, and how fast it reaches another host.
 
-Each answer is a plain value of JSON. Nothing raises: problems, and facts that cannot be found out, are part of the
-answer, so that a table can show all hosts.
+Each answer is a plain value of JSON. Nothing raises: problems and unknown facts are part of the answer, so that a
+table can show all hosts.
 
 Speed is measured by round trips and a burst of bytes over a TCP connection, from the dialler to the listener. The
 dialler must know a token that the launcher drew for this pair. Every wait is bounded.

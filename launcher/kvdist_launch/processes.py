@@ -445,7 +445,7 @@ class LocalProcesses(HostProcesses):
         if child is None:
             return False
         for stream in (OUT, ERR, RESULT):
-            # Somebody whom it had started may still hold it, and would be taken for its successor.
+            # A child of the process may still hold the pipe, and would be taken for its successor.
             if (node, stream) in self._open:
                 self._end_output(node, stream)
         if node in self._watchers:
@@ -495,7 +495,7 @@ class LocalProcesses(HostProcesses):
         self._running = [child for child in self._running if child.node not in ended]
         for one in exits:
             if one.is_failure:
-                # What it had started may hold its sockets open and so hide its end from the others.
+                # Its children may hold its sockets open and so hide its end from the others.
                 self.signal_group(one.node, signal.SIGKILL)
         self._listener.ended(exits)
         for node in ended:

@@ -1,11 +1,11 @@
-"""Functions and results as bytes, between this process and those it starts: the only place with pickles.
+"""Functions and results as bytes, between this process and those it starts: the only use of pickles in kvdist.
 
-A pickle can run code when it is read. These come only from the process that started this one, or was started by it,
-over a pipe that only the two have, or two pipes and the ssh connection between them: no other socket, no file, no
-argument. Nothing else of kvdist pickles.
+Reading a pickle can run code. These come only from the process that started this process, or was started by it, over a
+pipe that only the two have, or two pipes and the ssh connection between them: never through another socket, a file or
+an argument.
 
-cloudpickle takes functions of ``__main__`` and of notebook cells, lambdas and closures by their code; functions of
-modules are looked up by name on the other side, which is therefore given this side's ``sys.path``.
+cloudpickle sends the code of functions of ``__main__`` and of notebook cells, of lambdas and closures; functions of
+modules are looked up by name on the other side, which therefore gets this side's ``sys.path``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """A call as bytes.
 
     Args:
-        is_here: whether it is for this machine, so that ``sys.path`` there is to be the same as here; on others what
-            is here is added at the end of theirs, but the current folder in front where it is so here.
+        fn: the function.
+        args, kwargs: its arguments.
+        is_here: whether the receiver runs on this machine and takes over this process's ``sys.path``; on other machines
+            the entries are appended to the receiver's, but its current folder goes first where it does here.
 
     Raises:
         SerializationError: a part of it cannot be sent.
@@ -75,7 +77,7 @@ def _make_code(make: Callable[..., CodeType], arguments: tuple[Any, ...], file_n
 
 
 def _sources(fn: Callable[..., Any]) -> dict[str, list[str]]:
-    """Name → lines of each cell of a notebook, which is no file, where the function or ``__main__`` has code."""
+    """Name → lines of each notebook cell (which has no file) with code of the function or of ``__main__``."""
     values = [fn, *vars(sys.modules["__main__"]).values()]
     values += [one for value in values if isinstance(value, type) for one in vars(value).values()]
     written = [inspect.unwrap(value) for value in values if inspect.isfunction(value) or inspect.ismethod(value)]
@@ -85,10 +87,10 @@ def _sources(fn: Callable[..., Any]) -> dict[str, list[str]]:
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call that `pack_call` packed; this process gets the ``sys.path`` that goes with it, and the source lines.
+    """The call that `pack_call` packed; extends ``sys.path`` of this process and its cache of source lines to match.
 
     Raises:
-        SerializationError: a part of it cannot be made here.
+        SerializationError: a part of it cannot be loaded.
     """
     head, _, body = data.partition(b"\n")
     told = json.loads(head)
@@ -124,7 +126,7 @@ def unpack_result(data: bytes | bytearray) -> Any:
     """The result that `pack_result` packed.
 
     Raises:
-        SerializationError: it cannot be made here.
+        SerializationError: it cannot be loaded.
     """
     try:
         return _cloudpickle().loads(data)

@@ -1,11 +1,11 @@
-"""How ssh and rsync are called, and copying the current folder to every host by rsync, all hosts at the same time.
+"""Command lines of ssh and rsync, and copying the current folder to every host by rsync, all hosts concurrently.
 
-Commands are argument lists, with one string for the far shell, made by one `shlex.join`. Names of hosts and users were
-checked by the grammar of `hosts`, so none begins with a dash or holds anything that a shell would notice; ``--`` stands
-before them all the same. Nothing secret is ever an argument.
+Commands are argument lists, with one string for the remote shell, built by one `shlex.join`. Names of hosts and users
+were checked by the grammar of `hosts`, so none begins with a dash or contains a character that is special to a shell;
+``--`` stands before them all the same. No secret is ever an argument.
 
-Every failure to copy is fatal: code that is older than what the user sees would run otherwise. Nothing is deleted on
-the other side unless the user asks for it.
+Every failure to copy is fatal: otherwise older code than the user's would run. No file is deleted on the other side
+unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.output import printable
 
 CONNECT_S = 7
-"""How long a host may take to answer at all."""
+"""Time that a host may take to accept the connection."""
 ALIVE_S = 2
-"""How often ssh probes a silent connection."""
+"""Interval at which ssh probes a silent connection."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class SshOptions:
     """The user's options for ssh.
 
     Attributes:
-        accepts_new_host_keys: hosts that were never seen are trusted; one whose key has changed never is.
+        accepts_new_host_keys: whether hosts that were never seen are trusted; a host whose key has changed never is.
         options: more ``-o`` options, as ``Name=value``.
         activate: a line of bash that is run before the interpreter, such as ``source ~/venv/bin/activate``.
-        patience_s: how long a host may be silent before it is lost.
+        patience_s: silence after which a host is lost.
     """
 
     accepts_new_host_keys: bool = False
@@ -54,23 +54,23 @@ class SshOptions:
 
 
 def agent_command(host: Host, python: str, wanted: SshOptions) -> list[str]:
-    """The command that starts the agent of a host, with `python` there."""
+    """The command that starts the agent of a host, by the interpreter `python` of the host."""
     return ["ssh", "-T", *_ssh_words(host, wanted), "--", host.name, far_command(python, wanted.activate)]
 
 
 def ssh_options(options: argparse.Namespace, patience_s: float = Limits.patience_s) -> SshOptions:
-    """What the command line says about ssh."""
+    """The ssh options of the command line."""
     more, activate = tuple(options.ssh_option or ()), options.activate or ""
     return SshOptions(options.accept_new_host_keys, more, activate, patience_s)
 
 
 def python_of_hosts(options: argparse.Namespace) -> str:
-    """The interpreter of hosts that name none: the user's, or after an activation the one that it put into the path."""
+    """The interpreter of hosts that name none: the user's, or after an activation the first ``python`` in the path."""
     return options.python or ("python" if options.activate else sys.executable)
 
 
 def far_command(python: str, activate: str) -> str:
-    """The command for the user's shell on the far side, whichever shell that is."""
+    """The command for the user's shell on the remote host, whichever shell that is."""
     agent = shlex.join([python, *module_words("kvdist_launch.agent")])
     if not activate:
         return agent
@@ -81,7 +81,8 @@ def far_command(python: str, activate: str) -> str:
 
 
 def rsync_command(host: Host, source: str, destination: str, wanted: SshOptions, extra: Sequence[str]) -> list[str]:
-    """The command that copies the content of the folder `source` here to the absolute folder `destination` there."""
+    """The command that copies the content of the local folder `source` to the absolute folder `destination` of a
+    host."""
     if host.is_local:
         return ["rsync", "-a", "-s", *extra, "--", f"{source.rstrip('/')}/", f"{destination}/"]
     shell = shlex.join(["ssh", "-T", *_ssh_words(host, wanted)])
@@ -90,7 +91,7 @@ def rsync_command(host: Host, source: str, destination: str, wanted: SshOptions,
 
 
 def login_of(host: Host) -> str:
-    """Whom and where to log in at, as a person writes it for ssh."""
+    """The login name and host, as a person writes them for ssh."""
     return f"{host.user}@{host.name}" if host.user else host.name
 
 
@@ -110,7 +111,7 @@ def _ssh_words(host: Host, wanted: SshOptions) -> list[str]:
         f"StrictHostKeyChecking={'accept-new' if wanted.accepts_new_host_keys else 'yes'}",
     ]
     words = [word for setting in settings for word in ("-o", setting)]
-    # The first value counts, so what is said of this host comes before what is said of all.
+    # The first value counts, so the options of this host come before those of all hosts.
     words += words_of_host(host)
     words += [word for setting in wanted.options for word in ("-o", setting)]
     return words if host.user is None else [*words, "-l", host.user]
@@ -123,7 +124,7 @@ PERCENT = re.compile(rb"(\d+)%")
 REASON_LINES_MAX = 3
 READ_BYTES = 64 * 1024
 KEPT_BYTES = 16 * 1024
-"""Kept of rsync's output: the statistics, or the reason of a failure."""
+"""Bytes of rsync's output that are kept: the statistics, or the reason of a failure."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,10 @@ class SyncOptions:
     """A folder to copy, and where to.
 
     Attributes:
-        source: a folder here, absolute.
+        source: a folder on this machine, absolute.
         destination: a folder on every host, absolute.
         excluded: patterns of rsync.
-        deletes: whether files that are not here are removed there.
+        deletes: whether files that `source` lacks are removed from `destination`.
     """
 
     source: str
@@ -143,21 +144,24 @@ class SyncOptions:
     deletes: bool = False
 
     def words(self) -> list[str]:
-        """The options of rsync for that."""
+        """The options of rsync for this copy."""
         words = ["--stats", "--info=progress2", "--mkpath", "--filter=:- .gitignore"]
         words += [f"--exclude={pattern}" for pattern in (*ALWAYS_EXCLUDED, *self.excluded)]
         return [*words, "--delete"] if self.deletes else words
 
 
 class RsyncRun:
-    """Copying to one host; begins when it is made.
+    """Copying to a host; starts on construction.
 
     Args:
-        selector: waits for rsync's output; the data of a key is what to call.
+        sync: the folders.
+        host: the host.
+        wanted: the user's options for ssh.
+        selector: waits for rsync's output; the data of a key is the callback.
 
     Attributes:
-        percent: how much of it is done, as far as rsync knows.
-        result: its exit code; None while it runs.
+        percent: how much of the copy is done, as far as rsync knows.
+        result: rsync's exit code; None while it runs.
     """
 
     def __init__(self, sync: SyncOptions, host: Host, wanted: SshOptions, selector: selectors.BaseSelector) -> None:
@@ -185,7 +189,7 @@ class RsyncRun:
 
     @property
     def pid(self) -> int:
-        """Of rsync, which leads a group of its own."""
+        """Process id of rsync, which leads its own process group."""
         return self._rsync.pid
 
     @property

@@ -1,7 +1,7 @@
 """Runs the processes of a plan to their end: one selector loop for output, exits, signals and deadlines.
 
-`Job` decides, this carries out. It returns only when every process it started has ended and been reaped, together with
-what they left in their process groups.
+`Job` decides, `Supervisor` carries out. `Supervisor.run` returns only when every process it started has ended and been
+reaped, together with the rest of their process groups.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
 
 Assignment = tuple[HostProcesses, Process]
-"""A process, and those of the host on which it is to run."""
+"""A process, and the processes of the host on which to run it."""
 
 DRAIN_S = 0.5
-"""How long to wait for output of processes that outlive the one that started them (such as ``tee``)."""
+"""Time to wait for output of processes that outlive their parent (such as ``tee``)."""
 
 FAR_DRAIN_S = 3.0
 """The same if agents of other hosts drain first."""
@@ -44,7 +44,7 @@ class Interrupted(Exception):
     """The user wants to end a job that has not begun.
 
     Attributes:
-        number: of the signal.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Interrupted(Exception):
 
 
 class Calls(Protocol):
-    """What processes that are called get, and what they answer.
+    """Handles the processes that execute a call: the data that they get, and their answers.
 
     Attributes:
         data: the bytes of the call.
@@ -69,24 +69,24 @@ class Calls(Protocol):
 
 
 class Supervisor:
-    """Runs one attempt at a job. The processes of each host are made with its selector, and it is their listener.
+    """Runs an attempt at a job. The processes of each host use its selector, and it is their listener.
 
     Args:
-        output: takes what processes print.
-        err: where the launcher's own messages go.
+        output: receives the output of the processes.
+        err: sink of the launcher's messages.
         grace: how long to wait for processes that should end.
         launched: the start of the launcher, by the monotonic clock; None is now.
         events: brings exits and interruptions; None takes the signals of this process.
         is_quiet: whether the closing lines are left out, because the caller reports the end in another way.
-        calls: what processes get and answer that are called; None if they run commands.
-        goes_on: whether the other workers go on when one is lost.
-        restarts: says which processes are started again; None is none.
-        replicas: whether the job goes on when a server is lost, as others have copies of what it had.
-        waits: whether the other workers wait until a lost one is back.
+        calls: handler for processes that execute a call; None if they run commands.
+        goes_on: whether the other workers go on when a worker is lost.
+        restarts: decides which processes are restarted; None restarts none.
+        replicas: whether the job goes on when a server is lost, as other servers have copies of its data.
+        waits: whether the other workers wait until a lost worker is back.
 
     Attributes:
         job: the state of the attempt.
-        exits: gets the ends of children posted; None if the signals of this process say them.
+        exits: gets the ends of children posted; None if the signals of this process report them.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Supervisor:
         self._elsewhere: Callable[[Process], Assignment] | None = None
         self._news = LineSplitter()
         self._known: dict[tuple[NodeId, str], str] = {}
-        """(rank, first word) → the last such line about it, for a scheduler that is started again. An end stays when
-        its rank is started again: the scheduler may have been away."""
+        """(process, first word) → the last such line about it, for a restarted scheduler. The line about an exit stays
+        when the process is restarted: the scheduler may not have read it."""
         self._alive: set[NodeId] = set()
         self._with_stdin: NodeId | None = None
         self._has_explained_stdin = False
@@ -141,17 +141,17 @@ class Supervisor:
         secret: bytes | None = None,
         elsewhere: Callable[[Process], Assignment] | None = None,
     ) -> int:
-        """Start everything, wait until all has ended, say how, and return the job's exit code.
+        """Start all processes, wait until all have ended, print how, and return the job's exit code.
 
         Args:
-            assignments: what each host is to start, in order.
+            assignments: the processes that each host starts, in order.
             listening: the socket of a scheduler (or rank 0) of this machine.
-            secret: what encrypts the job's traffic.
-            elsewhere: finds another place for a process whose host was lost; None if all run on this machine.
+            secret: the key that encrypts the job's traffic; None encrypts nothing.
+            elsewhere: chooses a new place for a process whose host was lost; None if all run on this machine.
 
         Raises:
             CommandError: a process could not be started; none is left.
-            ConfigError: log files cannot be written; nothing was started.
+            ConfigError: log files cannot be written; no process was started.
         """
         self._listening, self._secret, self._elsewhere = listening, secret, elsewhere
         self._expect(assignments)
@@ -178,7 +178,7 @@ class Supervisor:
 
     @property
     def _keeps_socket(self) -> bool:
-        """Whether the root may be started again, and needs its socket then."""
+        """Whether the root may be restarted, and needs its socket then."""
         return self._restarts is not None and self._restarts.concerns(SCHEDULER)
 
     def _stop_listening(self) -> None:
@@ -241,7 +241,7 @@ class Supervisor:
         return self._err.is_terminal
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher's own."""
+        """Print a message of the launcher."""
         self._err.say(text)
 
     def note(self, text: str) -> None:
@@ -274,7 +274,7 @@ class Supervisor:
             )
 
     def _take_news(self, data: bytes) -> None:
-        """What the scheduler says of workers and servers."""
+        """Handle the scheduler's messages about workers and servers; see `NEWS`."""
         for found in filter(None, map(NEWS.fullmatch, self._news.feed(data))):
             node, life = NodeId(Role(found[2].decode()), int(found[3])), int(found[4])
             if found[1] == b"joined":
@@ -317,7 +317,7 @@ class Supervisor:
             self._host_of[SCHEDULER].tell(SCHEDULER, line)
 
     def _start_again(self, node: NodeId, life: int) -> None:
-        """Start a process that has ended; if its host is lost, on another one."""
+        """Restart a process that has ended; if its host is lost, on another host."""
         host, process = self._host_of[node], self._processes[node]
         if host.failure and self._elsewhere is not None:
             host, process = self._elsewhere(process)
@@ -344,7 +344,7 @@ class Supervisor:
             self._perform(self.job.tick(time.monotonic()))
 
     def turn(self, timeout_s: float | None) -> None:
-        """Handle what has happened, or happens within that time.
+        """Handle pending events, and wait up to `timeout_s` for the first; None waits without limit.
 
         Raises:
             Interrupted: the user wants the job to end, and it has not begun.
@@ -364,7 +364,7 @@ class Supervisor:
                 host.beat(now)
 
     def _drain(self) -> None:
-        """Read what is still on its way. A slow reader of our own output delays the deadline."""
+        """Read output in flight. A slow reader of the launcher's output delays the deadline."""
         for host in self._hosts:
             host.dismiss()
         patience_s = FAR_DRAIN_S if any(host.host for host in self._hosts) else DRAIN_S
