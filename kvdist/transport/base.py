@@ -1,19 +1,18 @@
 """The interface of transports, which carry frames and know nothing of their meaning.
 
-A transport carries lists of byte frames between *routes*. A route is an opaque, hashable token that the transport
-made: for a connection that this side dialled it is what `connect` returned, for one that a peer dialled it is the
-token under which that connection's first message arrived. A connection that breaks and comes back may arrive
-under a new route.
+A transport carries lists of byte frames between *routes*. A route is an opaque, hashable token of the transport: the
+result of `connect` for a connection that this side dialled, the token under which the first message arrived for a
+connection that a peer dialled. A connection that breaks and comes back may arrive under a new route.
 
 The contract, kept by every transport:
 
 * Order holds per route, and a message arrives whole or not at all. It may be lost when a connection breaks,
   and is not reported then: the core retransmits.
-* `send` never blocks and never drops silently: what cannot leave now waits in a queue of the transport until it can,
-  or until the route is gone, which is reported as `Disconnected`.
-* A frame handed to `send` is not copied when it is large. Its bytes must stay unchanged until the receiver's answer
-  proves that they arrived.
-* Frames that `recv` returns are read-only buffers that live as long as they are referenced; large ones are not copies.
+* `send` never blocks and never drops silently: messages that cannot leave now wait in a queue of the transport until
+  they can, or until the route has ended, which is reported as `Disconnected`.
+* A large frame is not copied by `send`. Its bytes must stay unchanged until the receiver's answer proves that they
+  arrived.
+* Frames that `recv` returns are read-only buffers that live as long as they are referenced; large frames are no copies.
 * Only `wake` may be called from another thread.
 """
 
@@ -29,12 +28,12 @@ Route = Hashable
 """An opaque token for one direction in which frames can be sent."""
 
 Buffer = bytes | bytearray | memoryview
-"""A contiguous run of bytes. What `recv` returns supports `memoryview()`."""
+"""A contiguous run of bytes. Buffers that `recv` returns support `memoryview()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One whole message: the frames as they were sent."""
+    """A whole message: the frames as they were sent."""
 
     route: Route
     frames: list[memoryview]
@@ -63,7 +62,7 @@ class Disconnected:
     route: Route
     reason: str
     after_silence: bool = False
-    """Whether it had brought nothing for a while before; either side may have broken it for that."""
+    """Whether the connection had been silent for a while before; either side may have broken it for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Transport(abc.ABC):
     @property
     @abc.abstractmethod
     def strangers_refused(self) -> int:
-        """Connections to this side that were closed because they did not speak our protocol."""
+        """Connections to this side that were closed because they did not speak kvdist's protocol."""
 
     @abc.abstractmethod
     def bind(self, endpoint: str) -> str:
@@ -99,28 +98,28 @@ class Transport(abc.ABC):
 
         Args:
             endpoint: as a `bind` returned it.
-            to: who listens there. An encrypted transport needs it, and speaks with no other process.
+            to: the process that listens at it. An encrypted transport needs it, and connects to no other process.
         """
 
     @abc.abstractmethod
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
-        """Hand a message over. To a route that is gone it is discarded: its `Disconnected` was or will be reported."""
+        """Queue a message. If the route has ended it is discarded: its `Disconnected` was or will be reported."""
 
     def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
-        """`send` each of these messages, in order; cheaper where the transport can carry small ones together."""
+        """`send` each of these messages, in order; cheaper where the transport can pack small messages."""
         for frames in messages:
             self.send(to, frames)
 
     @abc.abstractmethod
     def hang_up(self, route: Route) -> None:
-        """End the connection of a stranger that has dialled in, once what was sent to it had time to leave.
+        """End the connection of a stranger that has dialled in, once messages to it had time to leave.
 
-        Nothing happens to a route that this side has dialled.
+        Does nothing for a route that this side has dialled.
         """
 
     @abc.abstractmethod
     def recv(self, timeout_s: float) -> list[Event]:
-        """What has happened, in order: at once when there is something, else after `timeout_s` seconds or a `wake`."""
+        """Return new events, in order: at once if there are any, else after `timeout_s` seconds or a `wake`."""
 
     @abc.abstractmethod
     def wake(self) -> None:
@@ -128,8 +127,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self, linger_s: float = 0.0) -> None:
-        """Wait at most `linger_s` seconds for peers that dialled in to go, then free every socket, file and thread.
+        """Wait at most `linger_s` seconds for peers that dialled in to disconnect, then free every socket, file and
+        thread.
 
-        So last messages to them arrive. To be sure that a dialled peer has one, wait for its answer first.
-        Idempotent.
+        So last messages to them arrive. To be sure that a dialled peer has received a message, wait for its answer
+        first. Idempotent.
         """

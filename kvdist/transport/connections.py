@@ -1,21 +1,21 @@
-"""The connections that a bound ZeroMQ socket has accepted: which is which route, and what silent ones may take.
+"""Connections that a bound ZeroMQ socket has accepted: which routing id belongs to which, and limits for silent ones.
 
-`Connections` is pure bookkeeping over what the monitor and messages say. The monitor names a connection by its file
-descriptor, a message names it by libzmq's routing id, and the descriptor can be asked of a message, so a route's first
-message ties the two. The system gives a descriptor out again when it is closed, but libzmq reports the break before it
-closes: when a message of a new connection can be read, the end of the old one is in the monitor. So the monitor is read
-before `meet` is called. That the new one was accepted may not be there yet: with several threads of libzmq, one says so
-while another brings its first message already.
+`Connections` is pure bookkeeping over the events of the monitor and the messages. The monitor identifies a connection
+by its file descriptor, a message by libzmq's routing id, and libzmq reports the descriptor of a message, so a route's
+first message ties the two. The system reuses the number of a closed descriptor, but libzmq reports the break before it
+closes: when a message of a new connection can be read, the end of the old connection is in the monitor. So the monitor
+is read before `meet` is called. The monitor may not have reported yet that the new connection was accepted: with
+several threads of libzmq, a thread may report that while another already delivers the first message.
 
-Then one doubt is left: the message may be the last word of the old connection, read late. libzmq's routing ids count
-upwards, so when both have spoken the higher one is the new connection. While only one has, it is taken for the new
-one: no living peer is ever called lost, and a dead one at the latest when a send to it fails.
+That leaves a doubt: the message may be the last message of the old connection, read late. libzmq's routing ids count
+upwards, so when both have sent messages the higher id is the new connection. While only one has, it is taken for the
+new connection: no living peer is ever reported lost, and a dead peer at the latest when a send to it fails.
 
 `SilentConnections` bounds connections that have not sent a message. libzmq bounds the bytes of a frame, but neither the
-frames of an incomplete message nor the connections. `Bounds` limits their number and the bytes, counted by the kernel,
-that each and all of them may bring; beyond that they are shut down, and a member dials again. A refusal is
-logged once for each address, and again when the reason is certain. If a connection is over before its address could be
-seen, its refusal is logged only where nothing as certain has been: it may be any of the named ones.
+frames of an incomplete message nor the number of connections. `Bounds` limits that number and the bytes, counted by the
+kernel, that each and all of them may send; connections beyond the limits are shut down, and a member dials again. A
+refusal is logged once for each address, and again when the reason is certain. If a connection ends before its address
+could be read, its refusal is logged only if no refusal as certain was logged before: it may be from a logged address.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvdist.transport.tcp_info import NOWHERE, Address, bytes_received, remote_a
 
 
 class Connections:
-    """The connections that one bound socket has accepted.
+    """The connections that a bound socket has accepted.
 
     Attributes:
-        strangers: how many were closed without having passed the handshake.
+        strangers: number of connections that were closed before they had completed the handshake.
     """
 
     def __init__(self) -> None:
@@ -41,27 +41,27 @@ class Connections:
         self._owner: dict[int, bytes] = {}
         self._greeting: dict[int, None] = {}
         self._silent: Counter[int] = Counter()
-        """Of each descriptor, how many of its connections were closed without a message that has been read yet."""
+        """Descriptor → number of its connections that were closed before any message of them was read."""
         self._refusals = 0
         """Failed handshakes whose connections have not been closed yet."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Those of the connections that have said something."""
+        """Descriptors of the connections that have sent a message."""
         return tuple(self._owner)
 
     @property
     def have_spoken(self) -> bool:
-        """Whether any connection is open that has said something."""
+        """Whether any open connection has sent a message."""
         return bool(self._owner)
 
     @property
     def count(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._open)
 
     def accepted(self, descriptor: int) -> bool:
-        """A connection was accepted and begins its handshake; False if it has spoken already."""
+        """Record a new connection, which begins its handshake; False if a message of it was read already."""
         self._open.add(descriptor)
         if descriptor in self._owner:
             return False
@@ -69,16 +69,17 @@ class Connections:
         return True
 
     def handshaken(self) -> None:
-        """A handshake succeeded. Which one is not said: the oldest is a guess that only the count hangs on."""
+        """Record a successful handshake. The monitor does not identify it: the oldest is a guess that affects only the
+        count."""
         self._greeting.pop(next(iter(self._greeting), -1), None)
 
     def refused(self, is_stranger: bool = True) -> None:
-        """A handshake failed; that connection is about to be closed. Not every failure is announced."""
+        """Record a failed handshake; its connection is about to be closed. libzmq does not report every failure."""
         self.strangers += is_stranger
         self._refusals += 1
 
     def closed(self, descriptor: int) -> bytes | None:
-        """A connection is over; the routing id that it had, if it ever spoke."""
+        """Record the end of a connection; returns its routing id if it ever sent a message."""
         self._open.discard(descriptor)
         name = self._owner.pop(descriptor, None)
         was_greeting = descriptor in self._greeting
@@ -93,7 +94,8 @@ class Connections:
         return None
 
     def meet(self, name: bytes, descriptor: int) -> bytes | None:
-        """A routing id is heard for the first time; returns the one whose connection turns out to be over, if any."""
+        """Record the first message with a routing id; returns the id of the connection that turns out to be closed, if
+        any."""
         if descriptor not in self._open and self._silent[descriptor]:
             self._silent[descriptor] -= 1
             return name
@@ -111,7 +113,7 @@ class Connections:
 
 
 def is_older(name: bytes, other: bytes) -> bool:
-    """Whether a routing id was given out before another: a zero byte, then four that count up and wrap."""
+    """Whether a routing id is older than another: a zero byte, then a counter of four bytes that wraps."""
     difference = int.from_bytes(name[1:], "big") - int.from_bytes(other[1:], "big")
     return difference % (1 << 32) >= 1 << 31
 
@@ -119,19 +121,19 @@ def is_older(name: bytes, other: bytes) -> bool:
 LOG = logging.getLogger("kvdist")
 
 TOLD_MAX = 10
-"""How many addresses are named in the log; later ones are only counted elsewhere."""
+"""Number of addresses that are named in the log; later refusals are only counted."""
 FAILURES_MAX = 100
-"""Of how many connections refused at the same time the reasons are kept."""
+"""Number of connections refused at the same time of which the reasons are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the silent connections of a listener may take.
+    """Limits for the silent connections of a listener.
 
     Attributes:
-        connections: how many there may be.
-        bytes_each: how many bytes one may have brought.
-        bytes_all: how many all together.
+        connections: largest number of connections.
+        bytes_each: bytes that a connection may have sent.
+        bytes_all: bytes that all together may have sent.
     """
 
     connections: int
@@ -140,10 +142,10 @@ class Bounds:
 
 
 class SilentConnections:
-    """The connections of one listener that have not sent a message yet.
+    """The connections of a listener that have not sent a message yet.
 
     Attributes:
-        shut_down: how many were shut down for what they took.
+        shut_down: number of connections that were shut down for exceeding the limits.
     """
 
     def __init__(self, bounds: Bounds | None = None) -> None:
@@ -151,14 +153,14 @@ class SilentConnections:
         self._bounds = bounds
         self._addresses: dict[int, Address] = {}
         self._brought: dict[int, int] = {}
-        """Bytes of each at the last look."""
+        """Descriptor → bytes that the connection had sent at the last `look`."""
         self._failures: deque[tuple[str, bool]] = deque(maxlen=FAILURES_MAX)
-        """Why connections are refused that have not been closed yet, and whether that is certain, in order."""
+        """Reasons of failed connections that are not reported closed yet, and whether each is certain, in order."""
         self._told: dict[str, bool] = {}
-        """Address → whether the reason that was told was certain."""
+        """Logged address → whether the logged reason was certain."""
 
     def accepted(self, descriptor: int) -> None:
-        """Note a new connection."""
+        """Record a new connection."""
         self._brought.pop(descriptor, None)
         self._addresses[descriptor] = remote_address(descriptor)
         if self._bounds is not None and len(self._addresses) > self._bounds.connections:
@@ -166,24 +168,24 @@ class SilentConnections:
             self._shut_down(oldest, f"more than {self._bounds.connections} connections have said nothing yet")
 
     def known(self, descriptor: int) -> Address:
-        """Note that a connection has sent a message; returns its remote address, or `NOWHERE`."""
+        """Record that a connection has sent a message; returns its remote address, or `NOWHERE`."""
         self._brought.pop(descriptor, None)
         return self._addresses.pop(descriptor, NOWHERE)
 
     @property
     def are_watched(self) -> bool:
-        """Whether some came by the network, so that `look` must be called again soon."""
+        """Whether some came over the network, so that `look` must be called again soon."""
         return self._bounds is not None and any(address != NOWHERE for address in self._addresses.values())
 
     def look(self) -> None:
-        """Ask the kernel how much each has brought."""
+        """Ask the kernel how many bytes each connection has sent."""
         if self._bounds is not None:
             self._brought = {one: bytes_received(one) for one, address in self._addresses.items() if address != NOWHERE}
 
     def judge(self) -> None:
-        """Shut down the connections that had brought too much at the last look.
+        """Shut down the connections that had sent too much at the last `look`.
 
-        Call it when every message that was complete then has been read: a connection that has sent one is exempt.
+        Call it when every message that was complete then has been read: a connection that has sent a message is exempt.
         """
         if self._bounds is None:
             return
@@ -203,15 +205,15 @@ class SilentConnections:
                 LOG.warning("a connection from %s was shut down: %s", address[0], why)
 
     def refused(self, why: str, is_certain: bool) -> None:
-        """Note why a connection that is about to be closed has failed; '' if that need not be logged.
+        """Record why a connection that is about to be closed has failed; '' if that need not be logged.
 
-        Which one is not known. It is the next silent one to be closed, or, where several threads of libzmq refuse at
-        the same time, one of the next: for people that is near enough.
+        libzmq does not identify the connection. It is the next silent connection to be closed or, where several threads
+        of libzmq refuse at the same time, one of the next: close enough for a log.
         """
         self._failures.append((why, is_certain))
 
     def closed(self, descriptor: int, endpoint: str) -> None:
-        """Note that a connection to `endpoint` is over."""
+        """Record the end of a connection to `endpoint`, and log its refusal."""
         self._brought.pop(descriptor, None)
         address, port = self._addresses.pop(descriptor, ("", -1))
         if port < 0 or not self._failures:

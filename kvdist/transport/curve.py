@@ -1,11 +1,11 @@
-"""CURVE keys and authentication: a key pair for every name of the cluster, derived from one secret of the job.
+"""CURVE keys and authentication: a key pair for every name of the cluster, derived from the secret of the job.
 
-Only the secret is distributed: each process derives its own keys and those of all others, so a process that has the
-secret can be any process of the job. CURVE alone encrypts and accepts every key; `ZapAuthenticator` accepts only the
-keys of the cluster and says whose each is, so that a message can be compared with the name of its connection.
+Only the secret is distributed: each process derives its keys and those of all others, so a process that has the secret
+can be any process of the job. CURVE alone encrypts and accepts every key; `ZapAuthenticator` accepts only the keys of
+the cluster and identifies the process of each, so that a message can be compared with the name of its connection.
 
-The authenticator is polled with the other sockets. A thread of its own, or pyzmq's authenticator, which is awaited,
-could die unnoticed. libzmq would then accept everyone, but with ``ZAP_ENFORCE_DOMAIN`` it accepts no one.
+The authenticator is polled with the other sockets. A separate thread, or pyzmq's authenticator, which is awaited, could
+die unnoticed. libzmq would then accept everyone, but with ``ZAP_ENFORCE_DOMAIN`` it accepts no one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def hkdf_sha256(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process needs to speak encrypted with its cluster."""
+    """The identity and keys with which a process connects to its cluster."""
 
     me: NodeId
     secret: bytes = field(repr=False)
     """The secret of the job, the same in all its processes."""
     peers: frozenset[NodeId] = field(repr=False)
-    """The processes that may dial this one."""
+    """The processes that may dial this process."""
 
     def secret_key(self, node: NodeId) -> bytes:
         """The Curve25519 secret key of a name, in Z85 text as libzmq wants it."""
@@ -69,10 +69,10 @@ class Credentials:
 
 
 class ZapAuthenticator:
-    """Answers libzmq, which asks about every key shown at a guarded socket of the context (ZAP, RFC 27).
+    """Answers libzmq's requests about every key shown at a guarded socket of the context (ZAP, RFC 27).
 
     Attributes:
-        socket: where libzmq asks; poll it.
+        socket: receives libzmq's requests; poll it.
         names: the identity that messages of a connection carry → the process.
     """
 

@@ -1,4 +1,4 @@
-"""Endpoints: their form, inherited listening sockets, and sentences for what libzmq refuses with a number."""
+"""Endpoints: their form, inherited listening sockets, and messages for errors that libzmq reports by number."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import HOST_MARK
 
 LISTENING = "0A"
-"""The state, in ``/proc/net/tcp``."""
+"""State of a listening socket in ``/proc/net/tcp``."""
 
 
 def owner_of_port(port: int) -> str:
-    """``process 4242 (python)`` that listens at a port; '' if that cannot be seen, as with other users' processes."""
+    """``process 4242 (python)`` that listens at a port; '' if it cannot be seen, as with other users' processes."""
     return _owner_of(_listening_inodes(port))
 
 
 def owner_of_file(path: str) -> str:
-    """The same of the socket that is bound to a path."""
+    """``process 4242 (python)`` whose socket is bound to a path; '' if it cannot be seen."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/unix").read_text("utf-8", "surrogateescape").splitlines()[1:]
         return _owner_of(line.split()[6] for line in lines if line.endswith(f" {path}"))
@@ -80,12 +80,12 @@ def endpoint_of_listener(descriptor: int) -> str:
 
 
 def with_host(endpoint: str, host: str) -> str:
-    """The endpoint with a mark that says on which host its shared memory can be opened."""
+    """The endpoint with a mark that names the host on which its shared memory can be opened."""
     return f"{endpoint}{HOST_MARK}{host}"
 
 
 def split_host(endpoint: str) -> tuple[str, str]:
-    """The endpoint without its host mark, and what the mark said; '' when there was none."""
+    """The endpoint without its host mark, and the host; '' without a mark."""
     plain, mark, host = endpoint.rpartition(HOST_MARK)
     return (plain, host) if mark else (endpoint, "")
 
@@ -105,7 +105,7 @@ def check_form(endpoint: str) -> str:
 
 
 class AddressInUse(ConfigError):
-    """Another process listens there, so another port may do."""
+    """Another process listens at the address, so another port may be free."""
 
     def __str__(self) -> str:
         # Finding the owner looks at every descriptor of the machine, so it is done only for an error that is shown.
@@ -125,7 +125,7 @@ class AddressInUse(ConfigError):
 
 
 def bind_error(endpoint: str, number: int, text: str) -> ConfigError:
-    """The sentence for a refused bind; `text` stands for an error number that is not expected."""
+    """The error for a refused bind; `text` describes an error number that is not expected."""
     if number == errno.EADDRINUSE:
         return AddressInUse(endpoint)
     advice = {

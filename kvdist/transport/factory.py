@@ -1,6 +1,6 @@
-"""Opens the transport of a process as its configuration says, and finds a port for it to listen at.
+"""Opens the transport that the configuration of a process asks for, and finds a port for it to listen at.
 
-ZeroMQ is imported when the first socket is opened: a process that opens none, as with the store ``device`` or an
+ZeroMQ is imported when the first socket is opened: a process without sockets, as with the store ``device`` or an
 embedded cluster, does not wait for the import.
 """
 
@@ -37,7 +37,7 @@ LOG = logging.getLogger("kvdist")
 
 
 def open_transport(config: ClusterConfig) -> tuple[Transport, Allocator]:
-    """ZeroMQ, and shared memory between processes of one host where the system has it and the configuration allows.
+    """ZeroMQ, and shared memory between processes of a host where the system has it and the configuration allows it.
 
     Raises this process's limit of open files, and warns where it is too low for the cluster.
     """
@@ -60,7 +60,7 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
     """ZeroMQ alone, encrypted if the configuration has a secret.
 
     Raises:
-        ConfigError: the secret cannot be used, or there is no place for sockets of one machine.
+        ConfigError: the secret cannot be used, or the private folder for sockets of this machine cannot be created.
     """
     from kvdist.transport.zeromq import JUDGED_PROBE_S_MAX, VERDICT_PROBE_S, ZeroMQTransport
 
@@ -104,10 +104,10 @@ def credentials_of(config: ClusterConfig) -> Credentials | None:
 
 
 def bind_port(transport: Transport, config: ClusterConfig, host: str) -> str:
-    """Listen at a free port of `host`, one of the range if there is one, or at a file; return the endpoint.
+    """Listen at a free port of `host`, within the configured range if any, or at a file; return the endpoint.
 
     Raises:
-        ConfigError: there is no such address here, or every port of the range is taken.
+        ConfigError: this machine does not have the address, or every port of the range is taken.
     """
     if config.is_local:
         return transport.bind(further_endpoint(config.root_port))
@@ -120,7 +120,7 @@ def bind_first_free(transport: Transport, host: str, ports: Sequence[int]) -> st
     """Listen at the first free port of a range, in this order; return the endpoint.
 
     Raises:
-        ConfigError: there is no such address here, or every port is taken.
+        ConfigError: this machine does not have the address, or every port is taken.
     """
     for port in ports:
         try:
@@ -134,7 +134,8 @@ def bind_first_free(transport: Transport, host: str, ports: Sequence[int]) -> st
 
 
 def _ports(config: ClusterConfig, first: int, last: int) -> list[int]:
-    """Every port of the range, each process of the job beginning at another one if there are enough."""
+    """All ports of the range, rotated so that each process of the job begins at a different port if the range is large
+    enough."""
     ports = list(range(first, last + 1))
     if config.rank is None:
         begin = os.getpid()

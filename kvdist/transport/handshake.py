@@ -1,7 +1,7 @@
-"""Why a dialled handshake fails: what libzmq does not say, found out and put into a sentence.
+"""Why a dialled handshake fails: finds out the reasons that libzmq does not report, and words them.
 
-A handshake that fails without a reason may have met a listener with another secret, or a proxy whose own target is not
-up yet. Only a listener greets: before anything is encrypted it says that it speaks ZMTP, and with which mechanism.
+A handshake that fails without a reason may have met a listener with another secret, or a proxy whose target is not up
+yet. Only a listener greets: before any encryption it sends that it speaks ZMTP, and with which mechanism.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvdist.nodes import NodeId
 GREETING_BYTES = 64
 MECHANISM = slice(12, 32)
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
-"""As much as the listener waits for. It would hang up silently at a mechanism that is not its own."""
+"""The part of the greeting that the listener waits for. It would hang up silently at a mechanism other than its own."""
 PATIENCE_S = 1.0
-"""For the whole exchange, which blocks the node. The name has been resolved for libzmq just before."""
+"""Time limit of the whole exchange, which blocks the node. The name has just been resolved for libzmq."""
 SUSPICIOUS_FAILURES, SUSPICIOUS_S = 3, 8.0
-"""This number of handshakes broken off within this time is looked into."""
+"""Number of handshakes broken off within this time, in seconds, that is looked into."""
 
 Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
 
@@ -60,8 +60,8 @@ def _dialled_at(host: str, port: int) -> Resolved:
 class Suspicion:
     """Counts handshakes that were broken off soon after each other.
 
-    A single one may be that of a process that is about to end. A busy process lets handshakes run into their deadline,
-    which takes seconds each.
+    A single failure may be due to a process that is about to end. A busy process lets handshakes run into their
+    deadline, which takes seconds each.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Suspicion:
         """Whether a handshake that fails now fails at a listener that had greeted before."""
 
     def clear(self) -> None:
-        """Forget all: a handshake succeeded, or no process listens there."""
+        """Reset, as a handshake succeeded, or no process listens at the endpoint."""
         self._count = 0
         self._has_greeted = self.is_certain = False
 
@@ -81,11 +81,11 @@ class Suspicion:
         self._has_greeted = True
 
     def caught_up(self) -> None:
-        """Note that every failure so far has been read: later ones are later than the greeting."""
+        """Note that every failure so far has been read: later failures are later than the greeting."""
         self.is_certain = self._has_greeted
 
     def grows(self) -> bool:
-        """Count one more; returns whether there are enough to look into it."""
+        """Count a failure; returns whether the failures are enough to look into."""
         now = time.monotonic()
         if self._count == 0 or now > self._since + SUSPICIOUS_S:
             self._count, self._since = 0, now
@@ -97,7 +97,7 @@ class Suspicion:
 
 
 def why_other_secret(endpoint: str, me: NodeId | None, to: NodeId | None) -> str:
-    """The sentence for a listener that greets and then breaks off every handshake."""
+    """The message about a listener that greets and then breaks off every handshake."""
     return (
         f"{endpoint} does not know the key of this {me}, or is not {to}: it is of another job, or KVDIST_SECRET_FILE"
         " holds another secret; all processes of a job need the same"
@@ -105,7 +105,7 @@ def why_other_secret(endpoint: str, me: NodeId | None, to: NodeId | None) -> str
 
 
 def why_not_let_in(endpoint: str, me: NodeId | None) -> str:
-    """The sentence for a listener that has the secret and refuses our name."""
+    """The message about a listener that has the secret and refuses the name of this process."""
     return (
         f"{endpoint} has the same secret, but no {me} in its cluster: KVDIST_RANK, DMLC_NUM_WORKER and"
         " DMLC_NUM_SERVER must be those of the job"
@@ -113,7 +113,7 @@ def why_not_let_in(endpoint: str, me: NodeId | None) -> str:
 
 
 def why_other_mechanism(endpoint: str, me: NodeId | None) -> str:
-    """The sentence for a listener that encrypts where this process (`me` is None) does not, or the reverse."""
+    """The message about a listener that encrypts where this process (`me` is None) does not, or the reverse."""
     if me is None:
         return (
             f"{endpoint} encrypts, and this process has no secret: set KVDIST_SECRET_FILE to the file with the secret"
@@ -126,7 +126,7 @@ def why_other_mechanism(endpoint: str, me: NodeId | None) -> str:
 
 
 def why_other_sockets(endpoint: str, me: NodeId | None) -> str:
-    """The sentence for a scheduler of this machine that listens at the other kind of socket; '' if there is none."""
+    """The message about a scheduler of this machine that listens at the other kind of socket; '' if none does."""
     here = "this process has no secret" if me is None else "this process has a secret"
     advice = "give all processes of a job the same KVDIST_SECRET_FILE and KVDIST_SECURITY"
     port = port_of_local(endpoint)

@@ -1,12 +1,12 @@
-"""Frames between the nodes of one process, by reference.
+"""Frames between the nodes of a process, by reference.
 
 For the embedded one-worker cluster and for tests of whole clusters. Invariants:
 
-* One lock, the network's, guards everything: transports may live in one thread that runs several nodes in turn
-  (`InprocNetwork.wait` tells it when there is something to do) or in one thread each.
-* A large frame is handed over as a read-only view of the sender's memory; a small one that the sender could still
-  change is copied, as a socket would copy it.
-* A dialled route outlives its peer, as it does over sockets: what is sent meanwhile waits, and the route is up again
+* The lock of the network guards everything: transports may live in a single thread that runs several nodes in turn
+  (`InprocNetwork.wait` wakes it when a node has an event) or in a thread each.
+* A large frame is passed as a read-only view of the sender's memory; a small frame that the sender could still change
+  is copied, as a socket would copy it.
+* A dialled route outlives its peer, as it does over sockets: messages sent meanwhile wait, and the route is up again
   when the endpoint is bound again. The bound side then sees a new route.
 """
 
@@ -25,7 +25,7 @@ COPY_BELOW_BYTES = 64 << 10
 
 
 class InprocNetwork:
-    """What the transports of one process share: the names that are bound, and who waits for them."""
+    """State that the transports of a process share: the bound names, and the condition that their threads wait for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,16 +40,16 @@ class InprocNetwork:
         return made
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a transport has an event or was woken; False when `timeout_s` seconds passed without.
+        """Wait until a transport has an event or was woken; False after `timeout_s` seconds without.
 
-        Takes nothing: the following `recv` of that transport returns at once.
+        Consumes no event: the following `recv` of that transport returns at once.
         """
         with self._changed:
             return self._changed.wait_for(lambda: any(one._is_ready() for one in self._transports), timeout_s)
 
 
 class _InprocRoute:
-    """One side of a connection: the route of the transport that owns it."""
+    """An end of a connection: the route of the transport that owns it."""
 
     __slots__ = ("dialled", "endpoint", "other", "owner", "used", "waiting")
 
@@ -66,7 +66,7 @@ class _InprocRoute:
 
 
 class InprocTransport(Transport):
-    """One node's place on an `InprocNetwork`. Made by `InprocNetwork.transport`."""
+    """The transport of a node on an `InprocNetwork`. Created by `InprocNetwork.transport`."""
 
     def __init__(self, network: InprocNetwork) -> None:
         self._network = network
@@ -166,7 +166,7 @@ def _check(endpoint: str) -> None:
 
 
 def _view(frame: Buffer) -> memoryview:
-    """A read-only view of bytes that stay: the sender's own when large, a copy when small."""
+    """A read-only view of bytes that do not change: the sender's memory if large, a copy if small."""
     if isinstance(frame, bytes):
         return memoryview(frame)
     view = memoryview(frame)
@@ -178,7 +178,7 @@ def _view(frame: Buffer) -> memoryview:
 
 
 def _join(dialled: _InprocRoute, bound: InprocTransport) -> None:
-    """Connect a dialled end to the transport that bound its endpoint, and deliver what waited."""
+    """Connect a dialled end to the transport that bound its endpoint, and deliver the messages that waited."""
     answering = _InprocRoute(bound, dialled.endpoint, dialled=False)
     bound._ends[answering] = None
     dialled.other, answering.other = answering, dialled
@@ -193,7 +193,7 @@ def _deliver(to: _InprocRoute, frames: list[memoryview]) -> None:
 
 
 def _part(end: _InprocRoute) -> None:
-    """Tell the other side that this end is gone; a dialled other side goes on waiting for its endpoint."""
+    """Report this end's closing to the other side; a dialled other side goes on waiting for its endpoint."""
     other, end.other = end.other, None
     if other is None:
         return

@@ -1,4 +1,4 @@
-"""A ZeroMQ socket with its monitor and its routes: what libzmq says of a socket becomes events of the transport."""
+"""A ZeroMQ socket with its monitor and its routes: turns libzmq's monitor events into events of the transport."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvdist.transport.handshake import (
 from kvdist.transport.tcp_info import NOWHERE, shut_down, shut_down_silent, silence_s
 
 ZERO_COPY_FROM_BYTES = 64 << 10
-"""Below this a copy is cheaper than the bookkeeping of a shared buffer, and leaves the bytes aligned."""
+"""Size from which a shared buffer is cheaper than a copy; copies are also aligned."""
 
 BATCH_MESSAGES = 64
 BATCH_BYTES = 32 << 20
-"""What one `recv` takes from one socket at most, so that one poll serves many messages and no peer starves another."""
+"""Limits of one `recv` per socket, so that a poll serves many messages and no peer starves another."""
 
 MORE, NOW = int(zmq.SNDMORE) | int(zmq.DONTWAIT), int(zmq.DONTWAIT)
 ACCEPTED, UP, DISCONNECTED = map(int, (zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED))
@@ -57,22 +57,22 @@ class PeerRoute:
         self.send = link.socket.send
         self.gone = False
         self.descriptor = -1
-        """The connection's, on the bound side."""
+        """Descriptor of the connection, on the bound side."""
         self.address = NOWHERE
-        """Where that connection came from."""
+        """Remote address of that connection."""
         self.fell_silent = False
-        """Whether its connection had brought nothing for a while when it was closed, by either end."""
+        """Whether its connection had received no bytes for a while when it was closed, by either end."""
 
     def __repr__(self) -> str:
         return f"<route {'to' if self.prefix is None else self.prefix.hex() + ' at'} {self.link.endpoint}>"
 
 
 def transmit(to: PeerRoute, pieces: list[tuple[Buffer, bool]]) -> bool:
-    """Send one message whole or not at all; False when the route has ended.
+    """Send a message whole or not at all; False when the route has ended.
 
-    Without a limit on the queue, what libzmq refuses is a route that has ended. On the bound side it says so at the
-    prefix, and when the connection breaks later it takes back the first frames and drops the others. A DEALER may say
-    so at any frame; after the first, it drops the rest of the message, which must be given to it.
+    As the queue has no limit, libzmq refuses only routes that have ended. On the bound side it refuses the prefix, and
+    when the connection breaks later it takes back the first frames and drops the others. A DEALER may refuse any frame;
+    after the first, it drops the rest of the message, which must still be sent to it.
     """
     send = to.send
     if to.prefix is not None:
@@ -94,7 +94,7 @@ def transmit(to: PeerRoute, pieces: list[tuple[Buffer, bool]]) -> bool:
 
 
 class MonitoredSocket(abc.ABC):
-    """One socket, the monitor that watches it, and the routes that lead through it."""
+    """A socket, the monitor that watches it, and the routes that lead through it."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         self.socket = socket
@@ -102,21 +102,22 @@ class MonitoredSocket(abc.ABC):
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)
         self.lost: list[PeerRoute] = []
         self.is_drained = True
-        """Whether no message was left when messages were last read."""
+        """Whether the last read of messages emptied the socket."""
         self._hung_up: set[int] = set()
-        """Descriptors of connections that were hung up for their silence and have not been reported closed yet."""
+        """Descriptors of connections that were ended for their silence and have not been reported closed yet."""
         self._quiet: set[int] = set()
-        """Descriptors of connections that had brought nothing for some heartbeats when they were last looked at."""
+        """Descriptors of connections that had received nothing for some heartbeats at the last check."""
 
     def hang_up_silent(self, after_s: float, quiet_s: float) -> float:
-        """End connections that have brought nothing for `after_s`, and note which are quiet.
+        """End connections that have received nothing for `after_s`, and note which are quiet.
 
         Args:
-            after_s: from when on a connection is ended.
-            quiet_s: from when on a break counts as one after silence: the peer may have ended it for that.
+            after_s: silence in seconds after which a connection is ended.
+            quiet_s: silence in seconds after which a break may be due to the silence: the peer may have ended the
+                connection.
 
         Returns:
-            How many seconds the most silent one of the others has brought nothing.
+            The longest silence, in seconds, of the remaining connections.
         """
         port, longest_s = self.endpoint.rpartition(":")[2], 0.0
         if not port.isdigit():
@@ -134,7 +135,7 @@ class MonitoredSocket(abc.ABC):
         return longest_s
 
     def fell_silent(self, descriptor: int) -> bool:
-        """Whether a connection that is reported closed had brought nothing before. Forgets the connection."""
+        """Whether a connection that is reported closed was silent before. Forgets the connection."""
         silent = descriptor in self._hung_up or descriptor in self._quiet
         self._hung_up.discard(descriptor)
         self._quiet.discard(descriptor)
@@ -146,7 +147,7 @@ class MonitoredSocket(abc.ABC):
         """The descriptors of the connections that are up."""
 
     def collect(self, events: list[Event]) -> None:
-        """Append what happened. A break comes after the messages before it: only when no message is left."""
+        """Append new events. A break is reported after the messages before it: only when no message is left."""
         self.read_monitor(events)
         self.is_drained = self.read_messages(events)
         if self.is_drained:
@@ -154,15 +155,15 @@ class MonitoredSocket(abc.ABC):
 
     @abc.abstractmethod
     def observe(self, event: int, value: int, events: list[Event]) -> None:
-        """Handle one event of the monitor."""
+        """Handle an event of the monitor."""
 
     @abc.abstractmethod
     def read_message(self, events: list[Event]) -> int:
-        """Read one message; returns its bytes. Raises `zmq.Again` when there is none."""
+        """Read a message; returns its bytes. Raises `zmq.Again` when none is waiting."""
 
     @abc.abstractmethod
     def lose(self, peer: PeerRoute) -> None:
-        """Note that the connection of this route is gone."""
+        """Record that the connection of this route has ended."""
 
     def read_monitor(self, events: list[Event]) -> None:
         receive = self.monitor.recv
@@ -196,7 +197,7 @@ class MonitoredSocket(abc.ABC):
     @property
     @abc.abstractmethod
     def has_peers(self) -> bool:
-        """Whether a peer that dialled in is still there."""
+        """Whether a peer that dialled in is still connected."""
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -205,13 +206,13 @@ class MonitoredSocket(abc.ABC):
 
 
 class DialledSocket(MonitoredSocket):
-    """A DEALER: one route, for as long as the transport lives.
+    """A DEALER: a single route, for as long as the transport lives.
 
     Args:
         socket: the DEALER.
         endpoint: where it dials.
-        me: the name of this process, if it is encrypted.
-        to: the name of the process that must listen there, likewise.
+        me: the name of this process, if the connection is encrypted.
+        to: the name of the process that must listen at the endpoint, likewise.
     """
 
     has_peers = False
@@ -285,7 +286,7 @@ class DialledSocket(MonitoredSocket):
             self._suspicion.greeted()
 
     def refuse(self, reason: str, events: list[Event]) -> None:
-        """Dial no more: the other side will never accept this process."""
+        """Stop dialling: the other side will never accept this process."""
         if self.route.gone:
             return
         self.route.gone = True
@@ -294,7 +295,7 @@ class DialledSocket(MonitoredSocket):
         events.append(DialRefused(self.route, reason))
 
     def redial(self) -> None:
-        """Dial again where libzmq has given up, as it does after a peer that broke the protocol."""
+        """Dial again after libzmq has stopped dialling, as it does when a peer broke the protocol."""
         # It would take the same endpoint for one that it is dialling already.
         self.socket.disconnect(self.endpoint)
         self.socket.connect(self.endpoint)
@@ -315,13 +316,13 @@ class DialledSocket(MonitoredSocket):
 
 
 class BoundSocket(MonitoredSocket):
-    """A ROUTER: a route for every connection that has sent a message; `Connections` knows which is which.
+    """A ROUTER: a route for every connection that has sent a message; `Connections` maps routing ids to connections.
 
     Args:
         socket: the ROUTER.
         endpoint: where it listens.
-        names: the processes that may dial, by the name that comes with each message; None if it is not encrypted.
-        bounds: what connections may take that have not sent a message yet.
+        names: identity that comes with each message → the process, for those that may dial; None without encryption.
+        bounds: limits for connections that have not sent a message yet.
     """
 
     def __init__(
@@ -344,14 +345,14 @@ class BoundSocket(MonitoredSocket):
 
     @property
     def is_watched(self) -> bool:
-        """Whether there are connections that have sent nothing yet, so that `look` must be called again soon."""
+        """Whether a connection has not sent a message yet, so that `look` must be called again soon."""
         return self._silent.are_watched
 
     def look(self) -> None:
-        """Shut down silent connections that take too much, once every message that might show a member has been read.
+        """Shut down silent connections over the limits, once every message that might show a member has been read.
 
-        libzmq takes messages from connections in turn, so that none is left of what was complete at the last look when
-        as many have been read as there are connections, twice because connections come and go meanwhile.
+        libzmq takes messages from connections in turn, so that no message is left that was complete at the last `look`
+        when as many have been read as there are connections, twice because connections come and go meanwhile.
         """
         if self.is_drained:
             self._silent.look()
@@ -413,7 +414,7 @@ class BoundSocket(MonitoredSocket):
         return total
 
     def meet(self, name: bytes, descriptor: int, sender: NodeId | None, events: list[Event]) -> PeerRoute:
-        """The route of a connection heard for the first time."""
+        """The route of a connection whose first message has come."""
         self.read_monitor(events)
         peer = self.peers[name] = PeerRoute(self, name, sender)
         peer.descriptor, peer.address = descriptor, self._silent.known(descriptor)
@@ -444,7 +445,7 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def _user_of(frame: zmq.Frame) -> str:
-    """The authenticated identity of the connection that brought a frame; '' if there is none."""
+    """The authenticated identity of the connection that brought a frame; '' without authentication."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -452,10 +453,11 @@ def _user_of(frame: zmq.Frame) -> str:
 
 
 def _read_frames(socket: zmq.Socket[bytes], frames: list[memoryview], first: zmq.Frame | None = None) -> int:
-    """Append the frames of one message; returns their bytes.
+    """Append the frames of a message; returns their bytes.
 
-    A large frame is a view of libzmq's memory, which lives as long as the view. A small one lies unaligned in libzmq's
-    read buffer and would keep all of it alive: it is copied, and what Python allocates is aligned for every dtype.
+    A large frame is a view of libzmq's memory, which lives as long as the view. A small frame lies unaligned in
+    libzmq's read buffer and would keep all of it alive: it is copied into memory of Python, which is aligned for every
+    dtype.
     """
     receive = socket.recv
     frame = receive(NOW, False) if first is None else first

@@ -2,24 +2,24 @@
 
 Invariants, each the result of a measurement:
 
-* `bind` makes a ROUTER, `connect` a DEALER of its own. libzmq chooses routing ids: with ids of ours a second client of
-  the same name connects, sends without error and never receives anything.
-* Every send is DONTWAIT with ROUTER_MANDATORY, and SNDHWM is unlimited. Any finite value would need a queue of our own
+* `bind` creates a ROUTER, each `connect` a separate DEALER. libzmq chooses routing ids: with ids chosen by kvdist a
+  second client of the same name connects, sends without error and never receives anything.
+* Every send is DONTWAIT with ROUTER_MANDATORY, and SNDHWM is unlimited. Any finite value would need another queue
   behind it that a ROUTER cannot wake (it calls itself writable as soon as *one* peer is), so the waiting messages stay
   in libzmq's queue of that peer: a full peer does not hold back others, and the I/O thread goes on sending while the
-  node computes. What bounds the memory is the credit in bytes that the core keeps. RCVHWM is unlimited for the same
-  reason and for two of libzmq's defects: over ipc:// it forgets what the kernel still holds of a peer that closes
-  while the receive queue is full, and a connection whose reading stands still aborts the process if its heartbeat
-  falls due after the peer has gone (an assertion, `!_io_error`, in libzmq 4.3.5).
+  node computes. Memory is bounded by the credit in bytes that the core keeps. RCVHWM is unlimited for the same reason
+  and for two of libzmq's defects: over ipc:// it forgets bytes that the kernel still holds of a peer that closes while
+  the receive queue is full, and a connection whose reading is suspended aborts the process if its heartbeat falls due
+  after the peer has disconnected (an assertion, `!_io_error`, in libzmq 4.3.5).
 * A break is seen by a monitor on each socket, a millisecond after a kill -9.
 * Silence is judged by the bytes that arrive (`tcp_info`): both sides probe each other, so a connection whose peer lives
-  brings something at each heartbeat, and one that carries much brings something all the time, however slow it is. Over
-  ipc://, where the kernel counts nothing and nothing is slow, libzmq judges by the answers to its probes.
+  receives bytes at each heartbeat, and a busy connection receives bytes all the time, however slow it is. Over ipc://,
+  where the kernel does not count bytes and no line is slow, libzmq judges by the answers to its probes.
 * A break is reported after the last message that came before it.
 
-A forked child shares the descriptors but not the I/O thread: a send there would return normally and never leave. The
-child must not use the transport (the node above refuses to); dropping or closing it there is safe, sends nothing and
-removes no file of the parent's.
+A forked child shares the descriptors but not the I/O thread: a send in it would return normally and never leave. The
+child must not use the transport (the node above refuses to); dropping or closing it in the child is safe, sends nothing
+and removes no file of the parent's.
 """
 
 from __future__ import annotations
@@ -56,40 +56,41 @@ from kvdist.transport.tcp_info import CAN_JUDGE
 
 BACKLOG = 4096
 HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 8_000
-"""How long a listener waits for a handshake to end, for which it may be too busy itself; and a dialler, which begins to
+"""Time limits of a handshake: for a listener, which may itself be too busy for it; and for a dialler, which begins to
 wait before the listener accepts: longer, so that the listener hangs up, and knows that only time ran out."""
 LOOKS_PER_SILENCE, SILENCE_LOOK_S_MIN, SILENCE_LOOK_S_MAX = 8, 0.01, 1.0
-"""How often silent connections are looked for: per allowed silence, and at the least; and once more when one has been
-silent for so long."""
+"""Number of checks for silent connections within the allowed silence, and limits of their interval in seconds; a
+further check comes when the most silent connection reaches the allowed silence."""
 
 JUDGED_PROBE_S_MAX, VERDICT_PROBE_S = 0.5, 0.1
-"""How often libzmq probes at the least where it judges silence itself; and in the scheduler, whose verdict counts: the
-patience begins with the first probe that is not answered."""
+"""Longest interval of libzmq's probes where it judges silence itself; and the interval in the scheduler, whose verdict
+counts: the patience begins with the first probe that is not answered."""
 
 LOOK_MS = 100
-"""How often connections are looked at that have sent nothing yet, and how long a refused one stays to hear why."""
+"""Interval of the checks of connections that have not sent a message yet, and time that a refused connection stays open
+to receive the reason."""
 SILENT_SHARE = 4
-"""Connections that have sent nothing may take this fraction (one in 4) of the descriptors of this process."""
+"""Connections that have not sent a message may take this fraction (1 in 4) of the descriptors of this process."""
 
 LAST_WORDS_S = 0.02
-"""Time for the I/O thread to write what `send` has just been given."""
+"""Time for the I/O thread to write the last messages of `send`."""
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 """Parameters of mallopt(3)."""
 KEPT_BYTES_MAX = 256 << 20
 MAPPED_BYTES_MIN = 32 << 20
-"""The most that glibc accepts; larger blocks are still mapped."""
+"""The largest threshold that glibc accepts; larger blocks are still mapped."""
 
 RELEASE_S = 5.0
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep the memory of large messages; do nothing where the C library is another one.
+    """Make glibc's malloc keep the memory of large messages; do nothing with another C library.
 
     libzmq allocates every message it receives with `malloc`. By default glibc maps large blocks afresh and unmaps them
     when they are freed, so that each received page is faulted in anew: 23,000 page faults for a step of 105 MB, a
-    quarter of the time spent in the kernel. With these settings the same step has 2,700. What is freed stays with the
+    quarter of the time spent in the kernel. With these settings the same step has 2,700. Freed memory stays with the
     process up to `KEPT_BYTES_MAX`.
     """
     if sys.platform != "linux":
@@ -105,7 +106,7 @@ def keep_freed_memory() -> None:
 class ReleaserUse:
     """Ends pyzmq's thread for buffers sent without a copy when the last transport closes, unless others need it.
 
-    pyzmq starts one thread and one context per process at the first such send, and keeps them to the end.
+    pyzmq starts a thread and a context per process at the first such send, and keeps them to the end.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ releaser_use = ReleaserUse()
 
 
 class Wakeup:
-    """A pipe that ends another thread's poll; many calls of `wake` before a `clear` are one.
+    """A pipe that ends another thread's poll; repeated calls of `wake` before a `clear` count once.
 
     Attributes:
         fileno: the reading end, to be polled.
@@ -174,13 +175,13 @@ class ZeroMQTransport(Transport):
     """Carries frames between processes. See the module for its invariants.
 
     Args:
-        limits: gives the largest frame, and how long a peer may be silent.
+        limits: the largest frame, and how long a peer may be silent.
         credentials: the names of this process and of its possible peers; None for connections without encryption.
-        io_threads: how many threads of libzmq move bytes, each for some of the connections, and encrypt them.
-        peers_max: how many processes may dial this one.
-        judges_silence: whether a peer that sends nothing is lost. If not, a peer is lost only when its machine does not
-            acknowledge what it is sent; a process that stands still is not.
-        probe_s: how often libzmq probes at the least where it judges silence itself.
+        io_threads: number of threads of libzmq that transfer and encrypt bytes, each for some of the connections.
+        peers_max: number of processes that may dial this process.
+        judges_silence: whether a silent peer counts as lost. If not, a peer is lost only when its machine stops
+            acknowledging bytes; a process that stands still is not.
+        probe_s: longest interval of libzmq's probes where it judges silence itself.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class ZeroMQTransport(Transport):
         self._suspects: set[MonitoredSocket] = set()
         self._files: list[tuple[str, int]] = []
         self._hanging_up: dict[PeerRoute, float] = {}
-        """Routes whose connections are to end, and when."""
+        """Routes whose connections are to end → when."""
         self._look_at = 0.0
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup.fileno, zmq.POLLIN)
@@ -275,7 +276,7 @@ class ZeroMQTransport(Transport):
         return link
 
     def _authenticate(self, credentials: Credentials) -> ZapAuthenticator:
-        """The authenticator, which must be in place before the first socket is bound."""
+        """The authenticator, created before the first socket is bound."""
         if self._authenticator is None:
             made = self._authenticator = ZapAuthenticator(self._context, credentials)
             self._link_of[made.socket] = made
@@ -388,7 +389,7 @@ class ZeroMQTransport(Transport):
             self._authenticator.answer()
 
     def _look_at_strangers(self) -> None:
-        """End connections that were refused, or take too much."""
+        """End connections that were refused, or exceed the limits."""
         now = time.monotonic()
         for peer in [peer for peer, due in self._hanging_up.items() if due <= now] if self._hanging_up else ():
             del self._hanging_up[peer]
@@ -400,9 +401,9 @@ class ZeroMQTransport(Transport):
                 link.look()
 
     def _drain(self, linger_s: float) -> None:
-        """Stay until every peer that dialled in has gone, so that last words arrive.
+        """Stay until every peer that dialled in has disconnected, so that last messages arrive.
 
-        libzmq's own LINGER is not used: the reading of a socket that lingers stands still, see above.
+        libzmq's LINGER is not used: a lingering socket does not read, see the module.
         """
         now = time.monotonic()
         at_least, at_most = now + min(linger_s, LAST_WORDS_S), now + linger_s

@@ -1,8 +1,8 @@
-"""Memory from which frames may travel without a copy: the seam between those who fill it and the transport.
+"""Memory whose frames may travel without a copy: the interface between the transport and the code that fills frames.
 
-Frames of several servers are shown side by side as one array by a *window*: their pages are mapped a second time at
-neighbouring addresses, and nothing is copied. In steady state the same few combinations come again and again, so
-windows are kept and found by what they show. A window may be written, because torch has no read-only tensors, and a
+Frames of several servers are shown side by side as a single array by a *window*: their pages are mapped a second time
+at neighbouring addresses, and nothing is copied. In steady state the same few combinations come again and again, so
+windows are cached by the frames that they show. A window may be written, because torch has no read-only tensors, and a
 write to a page that is mapped only for reading would kill the process. Such a write is private: others do not see it,
 and the page no longer shows the peer's memory.
 """
@@ -29,19 +29,21 @@ class Allocator(Protocol):
     """Allocates the memory of values. Methods may be called from any thread unless they say otherwise."""
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocate `nbytes` of undefined content, which are free again when the last array that shows them is gone."""
+        """Allocate `nbytes` of undefined content, freed when the last array that shows them is collected."""
 
     def owns(self, array: NDArray[Any]) -> bool:
         """Whether all of a contiguous array lies in memory of this allocator, so that peers of this host can map it."""
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
-        """Arrays that peers sent, side by side as one without a copy; None where that cannot be. One thread only."""
+        """Show arrays that peers sent side by side as a single array without a copy; None if impossible. One thread
+        only."""
 
     def pin(self, pin: Pin) -> None:
-        """Pin for a GPU what is allocated and what peers of this host show, now and later. Same thread as `show`."""
+        """Pin memory for a GPU: allocations and the memory of peers of this host, present and later. Same thread as
+        `show`."""
 
     def forget_shown(self) -> None:
-        """Keep nothing that was shown: it may have been written to, or its peers are gone.
+        """Forget all shown arrays: they may have been written to, or their peers may have ended.
 
         Same thread as `show`, or after it has ended.
         """
@@ -69,9 +71,9 @@ class HeapAllocator:
 class SharedAllocator:
     """Allocates memory of an arena, which processes of this host can map.
 
-    When the arena is full, or the system has no more memory of that kind, they are ordinary ones. Then values are sent
-    instead of shown; that is slower and is reported once. So they are when the arena has been closed: nothing is sent
-    any more, and the node says why to whoever asks it.
+    When the arena is full, or the system has no more memory of that kind, it allocates ordinary memory. Then values are
+    sent instead of shown; that is slower and is reported once. It also does when the arena has been closed: nothing is
+    sent any more, and calls of the node raise the reason.
     """
 
     def __init__(self, arena: Arena, windows: WindowCache) -> None:
@@ -108,11 +110,11 @@ WINDOWS_MAX = 256
 
 
 class WindowCache:
-    """Keeps windows by what they show. For one thread.
+    """Caches windows by the frames that they show. For a single thread.
 
     Args:
-        tables: where segments are looked for: of the arena, and of the transport.
-        windows_max: how many are kept; the least recently used goes first.
+        tables: tables in which segments are looked up: that of the arena, and that of the transport.
+        windows_max: number of windows that are kept; the least recently used is dropped first.
     """
 
     def __init__(self, tables: Sequence[SegmentTable], windows_max: int = WINDOWS_MAX) -> None:
@@ -131,8 +133,8 @@ class WindowCache:
     def view(self, frames: Sequence[memoryview]) -> Bytes | None:
         """The bytes of the frames in a row, without a copy, valid as long as an array shows them.
 
-        None when that cannot be: a frame does not lie in a segment that is open, does not begin at a page, or does
-        not fill whole pages and is not the last; or this process may map no more, which is reported once.
+        None where that is impossible: a frame does not lie in an open segment, does not begin at a page, or does not
+        fill whole pages and is not the last; or this process may map no more, which is reported once.
         """
         key = self._stretches(frames)
         if key is None:

@@ -1,13 +1,13 @@
-"""Memory of this process that its peers on the same host can map, so that what lies in it need not be sent.
+"""Memory of this process that its peers on the same host can map, so that values in it need not be sent.
 
-`Arena.allocate` gives arrays like any others: the memory is free again when the last array or memoryview that shows it
-is gone. Invariants:
+`Arena.allocate` returns ordinary arrays: the memory is free again when the last array or memoryview that shows it
+is collected. Invariants:
 
-* The arena does not know readers in other processes: the sender of a descriptor holds its array until the receiver
-  has answered.
+* The arena does not know readers in other processes: the sender of a descriptor keeps its array until the receiver has
+  answered.
 * A finalizer may run in any thread, in the middle of anything, `allocate` included: it only appends to a deque.
-* What was freed is kept by its size first, because training asks for the same sizes in every step. It is joined with
-  its neighbours when nothing else fits.
+* Freed blocks are kept by size first, because training asks for the same sizes in every step. They are joined with
+  their neighbours when no other block fits.
 * A forked child maps the same pages as its parent: it reads, and allocates nothing.
 """
 
@@ -36,7 +36,7 @@ class FreeSpace:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """(start, end) of each."""
+        """(start, end) of each free stretch."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def take(self, nbytes: int, alignment: int) -> int | None:
@@ -67,20 +67,22 @@ class FreeSpace:
 
 SEGMENT_BYTES = 4 << 20
 SEGMENT_BYTES_MAX = 64 << 20
-"""Every page of a segment is entered when it is made: 64 MiB take some 50 ms, so a small job makes small ones."""
+"""Sizes of the first and of the largest segments. A new segment's pages are entered at once: 64 MiB take some 50 ms, so
+a small job creates small segments."""
 PAGES_FROM_BYTES = 64 << 10
-"""From here on what is allocated begins at a page and fills whole pages; smaller ones are aligned to `LINE_BYTES`."""
+"""Size from which allocations begin at a page and fill whole pages; smaller allocations are aligned to `LINE_BYTES`."""
 LINE_BYTES = 64
 GAP_BYTES = PAGE_BYTES
-"""The beginning of each segment is left free, so that nothing is allocated across two that happen to be neighbours."""
+"""Free bytes at the beginning of each segment, so that no allocation spans two segments with neighbouring addresses."""
 
 
 class _Allocation(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Is kept alive by every view of an allocation. A class of its own, or NumPy would skip it as a base."""
+    """Base of all views of an allocation, which keep it alive. A subclass, as NumPy would skip a plain array as a
+    base."""
 
 
 class _AllocationRef(weakref.ref[_Allocation]):
-    """Watches an allocation, and knows its address."""
+    """A weak reference to an allocation, with its address."""
 
     __slots__ = ("address", "nbytes")
     address: int
@@ -88,15 +90,15 @@ class _AllocationRef(weakref.ref[_Allocation]):
 
 
 class Arena:
-    """Grows by segments that are as large as all before them, up to 64 MiB; larger where one array needs it.
+    """Grows by segments that are as large as all before them, up to 64 MiB; larger where a single array needs it.
 
     Args:
-        bytes_max: the most that all segments together may have.
-        segment_bytes: how large the first segment is.
+        bytes_max: largest total size of all segments.
+        segment_bytes: size of the first segment.
 
     Attributes:
-        file: what peers map.
-        table: its segments, as they are mapped here.
+        file: the file that peers map.
+        table: its segments, as they are mapped in this process.
 
     Raises:
         OSError: this system has no such memory.
@@ -118,7 +120,7 @@ class Arena:
         self._is_closed = False
 
     def allocate(self, nbytes: int) -> Bytes:
-        """`nbytes` of memory with whatever it held before, writable; at the start of a page from 64 KiB on. Any thread.
+        """Allocate `nbytes` of writable memory, not cleared; at the start of a page from 64 KiB on. Any thread.
 
         Raises:
             MemoryError: the arena has reached its limit, or the system has no memory.
@@ -159,7 +161,8 @@ class Arena:
             return sum(place.nbytes for place in self._live.values())
 
     def close(self) -> None:
-        """Let no more peers open this memory. Arrays, and peers that have mapped it, keep it. Idempotent."""
+        """Close the file, so that no more peers can open it. Arrays, and peers that have mapped it, keep it.
+        Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.table.segments():
@@ -199,7 +202,7 @@ class Arena:
         return address
 
     def _sweep(self) -> None:
-        """Free what finalizers have reported."""
+        """Free the allocations that finalizers have reported."""
         while self._freed:
             place = self._freed.popleft()
             assert isinstance(place, _AllocationRef)

@@ -2,13 +2,13 @@
 
 Bytes, little-endian:
 
-* A *greeting* is a message of one frame: the magic, the pid and descriptor number of the sender's file (u32 each),
+* A *greeting* is a message of a single frame: the magic, the pid and descriptor number of the sender's file (u32 each),
   its token, and the token of the receiver's file if the sender has read it, else zeros.
-* A *fallback* is a message of one frame: the magic, and in UTF-8 why its sender cannot read the receiver's file any
-  more. The receiver sends every frame whole from then on.
-* A *pack* is a message of one frame that holds several messages of small frames, because each message that leaves
+* A *fallback* is a message of a single frame: the magic, and in UTF-8 why its sender cannot read the receiver's file
+  any more. The receiver sends every frame whole from then on.
+* A *pack* is a message of a single frame that holds several messages of small frames, because each message that leaves
   wakes the thread that writes: the magic, then for each message the number of its frames, their lengths (u32 each) and
-  the frames themselves.
+      the frames themselves.
 * A *table* is the last frame of a message: the magic, then for each frame that was left out its index (u64), its offset
   in the sender's file and its length (u64 each). In its place in the message stands an empty frame.
 """
@@ -27,7 +27,7 @@ FALLBACK_MAGIC = b"\xffkvdist:fallback"
 TABLE_MAGIC = b"\xffkvdist:table\2\0\0"
 PACK_MAGIC = b"\xffkvdist:pack\1\0\0\0"
 FRAMES_MAX = 64
-"""In a message of a pack."""
+"""Largest number of frames of a message in a pack."""
 MAGIC_BYTES = 16
 GREETING = struct.Struct("<16sII16s16s")
 ENTRY = struct.Struct("<QQQ")
@@ -47,7 +47,7 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Where the bytes of one frame lie."""
+    """Location of the bytes of a frame."""
 
     frame: int
     offset: int
@@ -59,7 +59,7 @@ def greeting(file: SharedFile, has_read: bytes = NO_TOKEN) -> bytes:
 
 
 def read_greeting(frames: Sequence[memoryview]) -> Greeting | None:
-    """The greeting, or None when this is an ordinary message."""
+    """The greeting, or None for an ordinary message."""
     if len(frames) != 1 or frames[0].nbytes != GREETING.size or frames[0][:MAGIC_BYTES] != GREETING_MAGIC:
         return None
     _, owner, number, token, has_read = GREETING.unpack(frames[0])
@@ -71,7 +71,7 @@ def fallback(reason: str) -> bytes:
 
 
 def read_fallback(frames: Sequence[memoryview]) -> str | None:
-    """The reason, or None when this is an ordinary message."""
+    """The reason, or None for an ordinary message."""
     if len(frames) != 1 or frames[0][:MAGIC_BYTES] != FALLBACK_MAGIC:
         return None
     return bytes(frames[0][MAGIC_BYTES : MAGIC_BYTES + REASON_BYTES_MAX]).decode(errors="replace")

@@ -1,8 +1,8 @@
 """Maps pages of files as NumPy arrays, in ways that Python's `mmap` module cannot.
 
-That module keeps a second descriptor of every file that it maps, and maps nothing at a chosen address. Here a mapping
-lasts as long as any array or memoryview shows it, needs no descriptor, and several stretches can be laid side by side.
-The functions are for Linux; elsewhere they raise `OSError` or are not called.
+That module keeps a second descriptor of every file that it maps, and maps nothing at a chosen address. A mapping of
+this module lasts as long as any array or memoryview shows it, needs no descriptor, and several stretches can be laid
+side by side. The functions are for Linux; elsewhere they raise `OSError` or are not called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def map_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
 
     Args:
         descriptor: the file, which may be closed afterwards.
-        offset: where the stretch begins, in whole pages.
+        offset: offset of the stretch, in bytes, a multiple of the page size.
         nbytes: its length, which must lie in the file.
 
     Raises:
@@ -45,12 +45,12 @@ def map_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
 
 
 def lengthen_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
-    """Lengthen a file, every page of it backed by memory, and map what is new for reading and writing.
+    """Lengthen a file, every page of it backed by memory, and map the new part for reading and writing.
 
     Args:
         descriptor: the file.
-        offset: where it ends now.
-        nbytes: how much is added.
+        offset: its present size.
+        nbytes: number of bytes to add.
 
     Raises:
         OSError: the system refused; the file has its old length.
@@ -66,9 +66,9 @@ def lengthen_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
 
 
 def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
-    """Map stretches of files as one writable array. A page that is written becomes a private copy.
+    """Map stretches of files as a single writable array. A page that is written becomes a private copy.
 
-    Until then it shows what others write to it. No page is entered at the mapping, because that would copy it.
+    Until then it shows changes by others. No page is entered at the mapping, because that would copy it.
 
     Args:
         stretches: (descriptor, offset in bytes, length in bytes); offsets, and lengths but the last, in whole pages.
@@ -101,7 +101,7 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descrip
 
 
 def _shown(address: int, nbytes: int, writable: bool) -> Bytes:
-    """An array over a mapping, which is undone when the last view of the array is gone."""
+    """An array over a mapping, which is unmapped when the last view of the array is collected."""
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: other threads may still read.
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False

@@ -1,15 +1,15 @@
-"""Shared memory files (memfd): made by their owner, opened, checked and mapped by peers of the same user.
+"""Shared memory files (memfd): created by their owner, opened, checked and mapped by peers of the same user.
 
-A file has no name (memfd), so nothing is left behind when a process is killed. A process has one for all that its
-peers may read, which only grows, so that it costs one descriptor here and one in each peer, however large it becomes.
-Each time it has grown, what is new is mapped as another segment.
+A file has no name (memfd), so a killed process leaves none behind. A process has a single file for all memory that its
+peers may read, which only grows, so that it costs a descriptor in this process and in each peer, however large it
+becomes. Each time it has grown, the new part is mapped as another segment.
 
-A peer that knows the owner's pid and descriptor number opens the file through ``/proc``. Both numbers are given out
-again by the system, and what a peer says may be wrong, so everything is checked:
+A peer that knows the owner's pid and descriptor number opens the file through ``/proc``. The system reuses both
+numbers, and the peer's data may be wrong, so everything is checked:
 
-* The file must be one of ours and sealed against shrinking: reading a mapping whose file was cut kills the process.
-* Its first page must hold the token that was named, 16 random bytes.
-* What is read must lie behind that page and within the size that the system tells.
+* The file must be of kvdist and sealed against shrinking: reading a mapping whose file was cut kills the process.
+* Its first page must hold the token of the greeting, 16 random bytes.
+* All reads must lie behind that page and within the size that the system reports.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SharedFile:
     """A file of shared memory, of this process or of a peer.
 
     Attributes:
-        owner: the pid of the process that made it.
+        owner: the pid of the process that created it.
         number: its descriptor in that process.
-        token: what its first page says.
+        token: the token on its first page.
         descriptor: its descriptor in this process; None after `close`.
-        bytes_mapped: up to this offset it is mapped here, but for its first page.
+        bytes_mapped: offset up to which it is mapped in this process, except for its first page.
     """
 
     def __init__(self, owner: int, number: int, token: bytes, descriptor: int) -> None:
@@ -64,10 +64,10 @@ class SharedFile:
         return self._mapped(memory)
 
     def map_rest(self, end: int) -> Segment:
-        """Map what a peer has added since the last time.
+        """Map the part that a peer has added since the last call.
 
         Args:
-            end: so far at least it must reach.
+            end: offset that the file must reach.
 
         Raises:
             ProtocolError: it ends before.
@@ -84,7 +84,7 @@ class SharedFile:
         return self._mapped(memory)
 
     def close(self) -> None:
-        """Close the descriptor. What is mapped stays mapped."""
+        """Close the descriptor. Mapped segments stay mapped."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -105,9 +105,9 @@ class Segment:
 
     Attributes:
         file: the file.
-        offset: where in the file it begins.
-        memory: all of it. Outlives the file as long as somebody shows it.
-        pin: keeps its pages in place for a GPU; None where there is none, or where that cannot be.
+        offset: offset of its begin in the file.
+        memory: all of it. Outlives the file as long as an array shows it.
+        pin: keeps its pages in place for a GPU; None without a GPU, or where pinning failed.
     """
 
     file: SharedFile
@@ -122,7 +122,7 @@ class Segment:
 
 
 def create_file() -> SharedFile:
-    """A new file of this process, with nothing but its first page.
+    """A new file of this process with only its first page.
 
     Raises:
         OSError: the system refused.
@@ -143,7 +143,7 @@ def open_file(owner: int, number: int, token: bytes) -> SharedFile:
     """A peer's file.
 
     Raises:
-        ProtocolError: it is gone, or not what it should be.
+        ProtocolError: it does not exist, or is not a sealed file of kvdist with this token.
         Exhausted: this process may open no more files.
     """
     path = f"/proc/{owner}/fd/{number}"
@@ -206,11 +206,11 @@ class SegmentTable:
         return len(self._rows[1])
 
     def segments(self) -> list[Segment]:
-        """All of them."""
+        """All segments."""
         return list(self._rows[1])
 
     def pin_all(self, pin: Pin) -> None:
-        """Pin every segment, those to come too, each once and for as long as it is in the table."""
+        """Pin every present and later segment, each once and for as long as it is in the table."""
         self._pin = pin
         for segment in self.segments():
             if segment.pin is None:  # another thread may have added it meanwhile
@@ -226,7 +226,7 @@ class SegmentTable:
         self._replace([other for other in self._rows[1] if other is not segment])
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
-        """The segment that holds all of a buffer, and the buffer's offset in it."""
+        """The segment that contains a whole buffer, and the buffer's offset in it; None if no segment does."""
         starts, segments = self._rows
         index = bisect_right(starts, address) - 1
         if index < 0:

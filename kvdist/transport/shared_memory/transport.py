@@ -1,24 +1,24 @@
-"""The transport between processes of one host: large frames stay in shared memory, a message says where.
+"""The transport between processes of a host: large frames stay in shared memory, and messages carry their location.
 
-Wraps another transport, which carries everything else and all of it to other hosts. What lies in this process's
-`Arena` and is large travels as a descriptor (see `descriptors`); the receiver opens the sender's file once through
+Wraps another transport, which carries everything else, and all traffic to other hosts. Large frames in this process's
+`Arena` travel as a descriptor (see `descriptors`); the receiver opens the sender's file once through
 ``/proc/<pid>/fd/<number>`` and keeps it mapped (see `segments`).
 
-Descriptors are not handed over by a unix socket (SCM_RIGHTS), because that would need a socket file in a run-time
-directory, a second connection per peer and its handshake. By ``/proc`` nothing lies in the file system, so
-nothing is left behind by a killed process, and the kernel checks the permission: the same user.
+Descriptors are not passed over a unix socket (SCM_RIGHTS), because that would need a socket file in a run-time
+directory, a second connection per peer and its handshake. With ``/proc`` no file has a name in the file system, so a
+killed process leaves none behind, and the kernel checks the permission: the same user.
 
 How two sides agree, without a message to strangers:
 
-* `bind` marks the endpoint with this host. A process that dials an endpoint marked with its own host sends a greeting
-  when the connection is up. A transport without shared memory never marks and is never greeted.
-* A greeting names the sender's file. A receiver that can read its first page answers with a greeting that says so.
-  Only a process that has been told so sends descriptors; until then, and whenever that fails, frames travel whole.
-* A connection that comes back is greeted anew. Descriptors that were on their way to a predecessor and arrive at
-  a process that has not been greeted are dropped, as messages may be when a connection breaks.
+* `bind` marks the endpoint with this host. A process that dials an endpoint marked with its host sends a greeting when
+  the connection is up. A transport without shared memory never marks and is never greeted.
+* A greeting names the sender's file. A receiver that can read its first page answers with a greeting that confirms it.
+  Only after that confirmation a process sends descriptors; until then, and whenever that fails, frames travel whole.
+* A connection that comes back is greeted anew. Descriptors in flight to a predecessor that arrive at a process that has
+  not been greeted are dropped, as messages may be when a connection breaks.
 * A descriptor that cannot be read, because this process has no memory or no file descriptors left or because it is
-  wrong, is dropped and logged, and its sender falls back: it reports the route as broken and mended, so that
-  what was under way is sent again, whole, as is everything after it.
+  wrong, is dropped and logged, and its sender falls back: it reports the route as broken and mended, so that messages
+      in flight are sent again, whole, as are all after them.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ from kvdist.transport.shared_memory.segments import (
 LOG = logging.getLogger("kvdist")
 
 PACKED_BYTES_MAX = 4 << 10
-"""Messages up to that size, with what is described left out, leave together when they are handed over together."""
+"""Messages up to this size, without their described frames, are packed when they are sent together."""
 DESCRIBE_FROM_BYTES = 32 << 10
-"""Smaller frames travel whole: below this a descriptor takes more of the processor than the copies that it saves."""
+"""Smaller frames travel whole: below this a descriptor costs more processor time than the copies that it saves."""
 
 
 class SharedMemoryTransport(Transport):
-    """Carries frames by way of another transport, and large ones of `arena` not at all. See the module.
+    """Carries frames by way of another transport, except large frames of `arena`. See the module.
 
     Takes over both: closing this closes them.
 
     Attributes:
         inner: the transport that carries messages.
         arena: the memory of this process that peers may read.
-        table: the segments of peers that are mapped here.
-        bytes_described: how many bytes of frames were sent as descriptors.
-        bytes_whole: how many were sent through `inner`.
-        routes_fallen_back: how many routes carry frames whole because a descriptor could not be read here.
+        table: the segments of peers that are mapped by this process.
+        bytes_described: number of bytes of frames that were sent as descriptors.
+        bytes_whole: number of bytes that were sent through `inner`.
+        routes_fallen_back: number of routes that carry frames whole because this process could not read a descriptor.
         messages_dropped: messages whose descriptors came before a greeting or could not be read.
     """
 
@@ -98,7 +98,7 @@ class SharedMemoryTransport(Transport):
         self._greeted: set[Route] = set()
         """Dialled routes that lead to this host."""
         self._partners: dict[Route, _Partner] = {}
-        """Routes over which a greeting was sent or came, while they are up."""
+        """Routes over which a greeting was sent or received, while they are up."""
 
     @staticmethod
     def available() -> str | None:
@@ -118,11 +118,11 @@ class SharedMemoryTransport(Transport):
 
     @property
     def routes_shared(self) -> int:
-        """Over how many routes descriptors may be sent now."""
+        """Number of routes over which descriptors may be sent now."""
         return sum(partner.reads_us for partner in self._partners.values())
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Memory that is not copied when it is sent to this host. As `Arena.allocate`, from any thread."""
+        """Memory that is not copied when it is sent to a process of this host. As `Arena.allocate`, from any thread."""
         return self.arena.allocate(nbytes)
 
     @property
@@ -170,7 +170,7 @@ class SharedMemoryTransport(Transport):
             self.inner.send(to, [pack(messages)])
 
     def recv(self, timeout_s: float) -> list[Event]:
-        """As the contract says, but an empty list may come early, once a connection, when it is greeted."""
+        """As in the contract, but an empty list may come early, once per connection, when it is greeted."""
         events: list[Event] = []
         for event in self.inner.recv(timeout_s):
             if type(event) is Arrived:
@@ -195,7 +195,8 @@ class SharedMemoryTransport(Transport):
         self.arena.close()
 
     def _described(self, frames: Sequence[Buffer], reads_us: bool) -> Sequence[Buffer]:
-        """The frames as they are sent: what the partner can read for itself left out, and listed at the end."""
+        """The frames as they are sent: frames that the partner can read itself are empty, and listed in a table at the
+        end."""
         sent, entries = list(frames), []
         for index, frame in enumerate(frames):
             view = memoryview(frame)
@@ -256,7 +257,7 @@ class SharedMemoryTransport(Transport):
         self.inner.send(route, [fallback(str(error))])
 
     def _send_whole(self, route: Route, partner: _Partner, reason: str, events: list[Event]) -> None:
-        """Send no more descriptors: the partner could not read one. What was under way is sent again."""
+        """Send no more descriptors: the partner could not read one. Messages in flight are sent again."""
         if partner.reads_us:
             partner.reads_us = False
             why = f"the process at its other end cannot read this one's shared memory: {reason}"
@@ -292,10 +293,10 @@ class _Partner:
     """The process at the other end of a route.
 
     Attributes:
-        greeting: what it has said of its memory; None until it has.
-        was_answered: it was told that its memory can be read here.
-        reads_us: it has said that it can read the memory of this process.
-        has_fallen_back: it was told that its memory cannot be read here any more.
+        greeting: its greeting, which names its file; None until it has come.
+        was_answered: whether the greeting was answered: this process can read the partner's memory.
+        reads_us: whether it has confirmed that it can read the memory of this process.
+        has_fallen_back: whether it was asked to send no more descriptors.
     """
 
     def __init__(self, mapped: SegmentTable) -> None:
@@ -306,16 +307,16 @@ class _Partner:
         self._mapped = mapped
         self._file: SharedFile | None = None
         self._segments: list[Segment] = []
-        """Of its file, in order and without gaps."""
+        """Segments of its file, in order and without gaps."""
         self._offsets: list[int] = []
 
     @property
     def has_greeted(self) -> bool:
-        """Whether it knows descriptors."""
+        """Whether it has sent a greeting, and so knows descriptors."""
         return self.greeting is not None
 
     def restored(self, frames: Sequence[memoryview]) -> list[memoryview]:
-        """The message as it was handed to `send`.
+        """The message as its sender passed it to `send`.
 
         Raises:
             ProtocolError: a descriptor is wrong, or this process can open or map no more.
@@ -359,10 +360,11 @@ def _nbytes(frames: Sequence[Buffer]) -> int:
 
 
 def this_host() -> str:
-    """A digest of what two processes must share to open each other's memory: the machine, the pid namespace, the user.
+    """A digest of the facts that two processes must share to open each other's memory: the machine, the pid namespace,
+    the user.
 
     Raises:
-        OSError: ``/proc`` is not there.
+        OSError: the system has no ``/proc``.
     """
     seen = f"{this_machine()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     return hashlib.sha256(seen.encode()).hexdigest()[:16]
