@@ -1,11 +1,11 @@
 """Adasum: a sum of orthogonal gradients, an average of parallel ones, and a blend in between.
 
 Adasum(a, b) = (1 - a·b / 2a·a) a + (1 - a·b / 2b·b) b, applied to pairs, pairs of pairs and so on, so the number of
-ranks is a power of two. Each tensor of an operation is a vector of its own.
+ranks is a power of two. Each tensor of an operation is a separate vector.
 
 The algorithm is vector halving with distance doubling. At each level a rank and its partner exchange halves of their
-pieces, the ranks with pieces of the same two vectors add up their dot products, and each combines its own piece. At the
-end each rank has one piece of the result, and all gather them. Every rank sends twice the size of the tensors for any
+pieces, the ranks with pieces of the same two vectors add up their dot products, and each combines its piece. At the end
+each rank has one piece of the result, and all gather them. Every rank sends twice the size of the tensors for any
 number of ranks. Dot products and coefficients are float64; half precision is computed in float32.
 """
 
@@ -29,10 +29,10 @@ class AdasumOperation(AllReduce):
     """All ranks get the Adasum of their tensors.
 
     Args:
-        name: given by the user; '' for none.
+        name: the user's name for it; '' for none.
         tensors: floating-point tensors, of any dtypes.
-        outputs: where results are written, the tensors themselves for in place.
-        size: of the group, a power of two.
+        outputs: tensors for the results, `tensors` themselves if in place.
+        size: number of ranks of the group, a power of two.
         prescale, postscale: factors before and after.
     """
 
@@ -82,7 +82,7 @@ def combine(flat: torch.Tensor, vectors: Sequence[tuple[int, int]], channel: Cha
 
     Args:
         flat: this rank's vector.
-        vectors: (begin, end) of each part that is a vector of its own.
+        vectors: (begin, end) of each part that is a separate vector.
         channel: to a power of two of ranks.
     """
     first, held, distance = 0, flat, 1

@@ -1,12 +1,12 @@
-"""The few verbs of torch.distributed that collective operations use, over process groups of our own.
+"""The few verbs of torch.distributed that collective operations use, over process groups of kvdist.
 
-Torch's default process group is never touched: frameworks behave differently when there is one (Keras wraps models in
-DistributedDataParallel), and the user may have groups of their own. Several ranks may live in one process, as threads.
+Torch's default process group is never touched: frameworks behave differently when it exists (Keras wraps models in
+DistributedDataParallel), and the user may have process groups. Several ranks may live in a process, as threads.
 
-CPU tensors travel by gloo and CUDA tensors by NCCL, whose group is made at the first CUDA tensor, by all ranks at the
-same operation. Sums of CPU tensors go through memory that the ranks of a host share, and by gloo only between hosts.
-Only the thread of the group that owns the channel calls it, in the order of the operations; ranks match operations by
-that order alone.
+CPU tensors travel by gloo and CUDA tensors by NCCL, whose group is created at the first CUDA tensor, by all ranks at
+the same operation. Sums of CPU tensors go through memory that the ranks of a host share, and by gloo only between
+hosts. Only the thread of the group that owns the channel calls it, in the order of the operations; ranks match
+operations by that order alone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvdist.errors import CollectiveError
 from kvdist.reduce_op import Average, ReduceOp, Sum
 
 GLOO_THREADS = 2
-"""Operations of one group that gloo performs at the same time."""
+"""Operations of a group that gloo performs concurrently."""
 
 LOOK_AGAIN_S = 0.005
-"""How often a connecting rank looks for what another one says in the store."""
+"""Interval at which a connecting rank checks the store for a key of another rank."""
 GIVE_UP_S = 10.0
-"""How long an abandoned connection may take to end."""
+"""Time that an abandoned connection may take to end."""
 SLOW_PEER_S = 7 * 24 * 3600.0
-"""Gloo's own timeout: gloo notices a lost peer without it, and a slow one is waited for."""
+"""Timeout of gloo, which notices a lost peer without it and must wait for a slow peer."""
 NCCL_S = 60.0
-"""NCCL's timeout: NCCL does not notice a lost peer."""
+"""Timeout of NCCL, which does not notice a lost peer."""
 
 
 class ConnectingStore(Store):
@@ -45,8 +45,8 @@ class ConnectingStore(Store):
     A thread that waited in C++ could not be ended, and would abort the process as the interpreter ends.
 
     Args:
-        name: apart from those of the other uses of the same store.
-        store: the one that the ranks share.
+        name: prefix that separates its keys from other uses of the same store.
+        store: the store that the ranks share.
         abandoned: set when this rank gives up.
     """
 
@@ -56,16 +56,16 @@ class ConnectingStore(Store):
         self._abandoned = abandoned
 
     def set(self, key: str, value: str) -> None:
-        """Say something to the other ranks."""
+        """Publish a value to the other ranks."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for what a rank says."""
+        """Wait for a value of a rank."""
         self.wait([key])
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until there are all of these keys; gloo's timeout is longer than any wait.
+        """Wait until all of these keys exist; gloo's timeout is longer than any wait.
 
         Raises:
             CollectiveError: this rank has given up.
@@ -76,14 +76,14 @@ class ConnectingStore(Store):
 
 
 class Channel:
-    """The connections of one group.
+    """The connections of a group.
 
     Args:
         store: shared by exactly the ranks of the group.
-        rank: of this process within the group.
-        size: of the group.
-        address: of this machine, where the other ranks reach it.
-        shares_memory: whether this rank sums in memory that it shares with those of its host.
+        rank: rank of this process within the group.
+        size: number of ranks of the group.
+        address: address under which the other ranks reach this machine.
+        shares_memory: whether this rank sums in memory that it shares with the other ranks of its host.
     """
 
     def __init__(self, store: Store, rank: int, size: int, address: str, shares_memory: bool = True) -> None:
@@ -118,14 +118,14 @@ class Channel:
 
     @property
     def waits_in_begin(self) -> bool:
-        """Whether to begin an operation may be to wait until the other ranks call it."""
+        """Whether beginning an operation may block until the other ranks call it."""
         return self._memory is not None
 
     def all_reduce(self, tensors: Iterable[torch.Tensor], op: ReduceOp) -> list[Work]:
         """Begin to replace each of these contiguous tensors by the reduction of all ranks' tensors.
 
-        What goes through shared memory is done when this returns: later operations may wait for others as they begin.
-        Each tensor is begun when it is there, so the next one may be made meanwhile.
+        Sums through shared memory are done when this returns: later operations may wait for others as they begin. Each
+        tensor is begun as soon as `tensors` yields it, so the next may be prepared meanwhile.
         """
         memory = self._memory if op in (Sum, Average) else None
         if memory is None:
@@ -153,7 +153,7 @@ class Channel:
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
-        """Begin to send each rank its rows of `tensor`, given the numbers of rows."""
+        """Begin to send each rank its rows of `tensor`; `received` and `sent` are the numbers of rows."""
         return self._of(tensor).alltoall_base(output, tensor, list(received), list(sent))  # type: ignore[no-any-return]
 
     def reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: ReduceOp) -> Work:
@@ -165,7 +165,7 @@ class Channel:
         return self._gloo.barrier()  # type: ignore[no-any-return]
 
     def abort(self) -> None:
-        """Abort what NCCL and shared memory have begun; gloo notices a lost peer itself. Safe from any thread."""
+        """Abort operations of NCCL and shared memory; gloo notices a lost peer itself. Safe from any thread."""
         if (memory := self._memory) is not None:
             memory.abort()
         if self._nccl is not None:
@@ -188,7 +188,8 @@ class Channel:
         return ProcessGroupGloo(ConnectingStore(name, self._store, self._abandoned), rank, size, options)
 
     def _sum_over_hosts(self, ranks: list[int]) -> Callable[[torch.Tensor], None]:
-        """Connect the first ranks of the hosts, of which this is one; what sums a tensor over them."""
+        """Connect the first ranks of the hosts, of which this is one; returns a function that sums a tensor over
+        them."""
         group = self._connected("hosts", ranks.index(self.rank), len(ranks))
         return lambda tensor: group.allreduce(tensor, TORCH_OPS[Sum]).wait()
 
@@ -202,7 +203,7 @@ class Channel:
         return self._nccl
 
     def _on_gpus(self) -> Any:
-        """Make the process group for CUDA tensors."""
+        """Create the process group for CUDA tensors."""
         try:
             from torch.distributed import ProcessGroupNCCL
         except ImportError as error:
@@ -215,11 +216,11 @@ class Channel:
 class ConnectingGroup:
     """A group whose ranks are still connecting.
 
-    Gloo waits for the address of each rank, for ever if one has died. So a thread connects, and gives up when the
+    Gloo waits for the address of each rank, for ever if a rank has died. So a thread connects, and gives up when the
     control channel reports a loss by `fail`.
 
     Args:
-        number: of the group.
+        number: number of the group.
         ranks: its members.
     """
 
@@ -231,18 +232,18 @@ class ConnectingGroup:
         self._opened: Future[None] = Future()
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        """Give up, because a rank is gone or the job has failed."""
+        """Give up, because a rank was lost or the job has failed."""
         with contextlib.suppress(InvalidStateError):
             self._opened.set_exception(error_of("the connections to the other ranks"))
 
     def stuck_at(self, since: float, one_left: bool) -> int | None:
-        """None: no operation is called yet."""
+        """None: no operation has been called yet."""
 
     def open(self, channel: Channel) -> None:
         """Connect a channel to the other ranks.
 
         Raises:
-            CollectiveError: one of them is gone.
+            CollectiveError: a rank was lost.
             RuntimeError: torch cannot connect.
         """
         thread = threading.Thread(target=self._run, args=(channel,), name="kvdist-opening", daemon=True)

@@ -1,10 +1,10 @@
-"""A rank's side of the consistency checks: report what is called, and wait for agreement where that is needed.
+"""A rank's side of the consistency checks: report calls, and wait for agreement where it is needed.
 
 States of an operation: *called* (reported at once, so agreement runs ahead of the work) → *waited*, unless the response
-cache predicts it → *admitted*, *refused* (ranks differ: `CollectiveMismatch`, the group goes on), or *ended* (a rank is
-gone or the group has failed) → *done*. A predicted operation is admitted at once and reported at the next tick of the
-control thread, or with 64 others. What is called behind an operation that waits also waits, so rank 0 can have waiting
-calls done in another order, and the response cache sees nothing but the order in which all ranks do them.
+cache predicts it → *admitted*, *refused* (ranks differ: `CollectiveMismatch`, the group goes on), or *ended* (a rank
+was lost or the group has failed) → *done*. A predicted operation is admitted at once and reported at the next tick of
+the control thread, or with 64 others. Calls behind an operation that waits also wait, so rank 0 can change the order of
+waiting calls, and the response cache depends only on the order in which all ranks do them.
 
 The calls of a group are numbered on each rank; *sequence* is the number of an operation, the same on all ranks.
 
@@ -48,7 +48,7 @@ from kvdist.protocol.collective import (
 )
 
 PAST = 16
-"""Length in operations of the context that predicts the next one where the last operation alone does not."""
+"""Length, in operations, of the context that predicts the next operation where the last operation alone does not."""
 STEPS_MAX = 32_768
 """Transitions that are remembered. Beyond this all are forgotten: some programs use a new name for each call."""
 
@@ -56,15 +56,15 @@ _AMBIGUOUS = b""
 
 
 class ResponseCache:
-    """Predicts the next operation of a group from the ones before it, on all ranks alike.
+    """Predicts the next operation of a group from the previous operations, on all ranks alike.
 
     Gloo combines data that does not belong together, and ends a process that receives more bytes than it expects. So
     where ranks differ, at most one side may have begun. An operation is *predicted* if it came after the same previous
-    operation before, and no other one ever followed that. Where several did, such as a metric after some of the steps,
-    the last `PAST` operations are the context; if several followed even these, the ranks ask each time.
+    operation before, and no other operation ever followed that. Where several did, such as a metric after some of the
+    steps, the last `PAST` operations are the context; if several followed even these, the ranks ask each time.
 
-    All ranks predict the same, because they record the same operations in the same order. Pure; there is one for each
-    group.
+    All ranks predict the same, because they record the same operations in the same order. Pure; a separate cache for
+    each group.
     """
 
     def __init__(self) -> None:
@@ -93,19 +93,19 @@ class ResponseCache:
         self._past = (past + digest)[-PAST * DIGEST_BYTES :]
 
     def restart(self) -> None:
-        """Forget everything: ranks have called different operations, or have not seen what the others did."""
+        """Forget everything: ranks have called different operations, or have not seen the operations of the others."""
         self._past = b""
         self._next.clear()
 
 
 Turn = int | Mismatch | Participate | AllJoined
-"""What a group does next: a call of this rank, by its number; refuse one; take part in an operation of the others while
-this rank has joined; end its `join`."""
+"""Next action of a group: do the call of this rank with this number; refuse a call; take part in an operation of the
+others while this rank has joined; end its `join`."""
 
 
 @dataclass(slots=True)
 class _GroupCalls:
-    """The operations of one group on this rank.
+    """The operations of a group on this rank.
 
     Attributes:
         called, reported: numbers of calls.
@@ -113,8 +113,8 @@ class _GroupCalls:
         cache: predicts the next operation.
         unreported: entries for the next `CallReport`.
         waited: calls that are not admitted yet → their digests, in the order of the program.
-        turns: what is admitted and has not begun.
-        is_throttled: every operation waits for agreement.
+        turns: admitted actions that have not begun.
+        is_throttled: whether every operation waits for agreement.
         ends_at, end: the first operation that is not admitted any more, and the error.
     """
 
@@ -132,19 +132,19 @@ class _GroupCalls:
     end: BaseException | None = None
 
     def admit(self, turn: Turn) -> None:
-        """Let this be the next operation."""
+        """Admit an action as the next operation."""
         self.turns.append(turn)
         self.admitted += 1
 
     def admit_until(self, sequence: int) -> None:
-        """Admit calls in the order of the program, up to and without this operation."""
+        """Admit calls in the order of the program, before operation `sequence`."""
         while self.waited and self.admitted < sequence:
             number, digest = self.waited.popitem(last=False)
             self.cache.agree(digest)
             self.admit(number)
 
     def hear(self, message: Agreed | Reorder | Mismatch | Participate | AllJoined) -> None:
-        """Admit what rank 0 says."""
+        """Admit operations as a message of rank 0 asks."""
         self.admit_until(message.sequence)
         match message:
             case Reorder(call=call) if call in self.waited:
@@ -164,7 +164,7 @@ class _GroupCalls:
 
 
 class ConsistencyCheck:
-    """Checks that the ranks of a group are at the same operation, and explains failures; for a rank alone all is well.
+    """Checks that the ranks of a group are at the same operation, and explains failures; a rank alone always agrees.
 
     With several ranks it is a `CoordinatedCheck`.
     """
@@ -185,10 +185,10 @@ class ConsistencyCheck:
         return True
 
     def next(self, group: int, sequence: int) -> Turn:
-        """Block on the group's thread until it is known what is done as this operation.
+        """Block on the group's thread until the next action of the group is known.
 
         Raises:
-            CollectiveError: a rank is gone, or the group has failed.
+            CollectiveError: a rank was lost, or the group has failed.
         """
         return self._calls_of[group].turns.popleft()
 
@@ -203,14 +203,14 @@ class ConsistencyCheck:
 BATCH = 64
 """Predicted operations that are reported together."""
 ALIVE_S = 1.0
-"""How often a waiting rank reports that it is alive."""
+"""Interval at which a waiting rank reports that it is alive."""
 DEFINED_MAX = 32_768
 """Signatures that rank 0 is assumed to remember. Beyond this all are sent again."""
 STUCK_S = 1.0
-"""How long all threads of a process have waited when that is reported: if all ranks say so, rank 0 refuses operations
-that can never pair."""
+"""Time after which a process reports that all its threads wait: if all ranks report it, rank 0 refuses operations that
+can never pair."""
 EXPLAIN_S = 4.0
-"""How long rank 0 may take to explain an error of torch: longer than its own `EXPLAIN_S`."""
+"""Time that rank 0 may take to explain an error of torch: longer than `coordinator.EXPLAIN_S`."""
 LEFT = "it has called shutdown() or has ended"
 """The cause named for a rank that left without a failure."""
 
@@ -225,12 +225,13 @@ class Failable(Protocol):
     is_open: bool
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        """Fail the operations from this one on; `error_of` makes the error for the operation that is waited for."""
+        """Fail the operations from `from_sequence` on; `error_of` creates the error from the operation that is waited
+        for."""
 
     def stuck_at(self, since: float, one_left: bool) -> int | None:
         """The first operation that the program waits for, if it can call no other before that ends.
 
-        All its threads have waited since then; or, where a member calls nothing more, the ones waiting for this group.
+        All its threads have waited since `since`; or, where a member has left, those that wait for this group.
         """
 
 
@@ -238,8 +239,8 @@ class CoordinatedCheck(ConsistencyCheck):
     """The check of a job with several ranks, which asks the coordinator on rank 0.
 
     Args:
-        rank: of this process.
-        host: of this process.
+        rank: rank of this process.
+        host: host name of this process.
         wake: wakes the control thread; safe from any thread.
         warn: logs a sentence for the user.
     """
@@ -257,14 +258,15 @@ class CoordinatedCheck(ConsistencyCheck):
         self._ends: list[tuple[int, Callable[[str], BaseException], int]] = []
         """(group, error, the rank whose departure caused it or -1): for groups that begin later."""
         self._leaving: list[tuple[int, Callable[[str], BaseException], dict[int, int]]] = []
-        """(rank, error, calls per group) of ranks that call nothing more: for groups that begin later."""
+        """(rank, error, calls per group) of leaving ranks, which call no more operations: for groups that begin
+        later."""
         self._said_alive = 0.0
         self._said_stuck = 0.0
 
     # On the threads of users and groups.
 
     def enter(self, group: Failable) -> None:
-        """Add a group: first as a `ConnectingGroup`, then the connected one."""
+        """Add a group: first as a `ConnectingGroup`, then the connected group."""
         with self._changed:
             is_known = group.number in self._groups
             self._groups[group.number] = group
@@ -349,7 +351,7 @@ class CoordinatedCheck(ConsistencyCheck):
         return any(0 not in group.ranks for group in list(self._groups.values()))
 
     def say_last_calls(self, counts: Mapping[int, int]) -> None:
-        """Tell the other ranks how many operations of each group this one has called; it calls no more."""
+        """Tell the other ranks how many operations of each group this rank has called; it calls no more."""
         with self._changed:
             self._outbox.append(LastCalls(tuple(counts.items())))
         self._wake()
@@ -414,7 +416,7 @@ class CoordinatedCheck(ConsistencyCheck):
         self._end(WHOLE_JOB, error_of)
 
     def lose(self, rank: int, host: str, cause: str, counts: Mapping[int, int] | None = None) -> None:
-        """Handle the loss of a rank; with `counts` it left, and what it had called can still be finished."""
+        """Handle the loss of a rank; with `counts` it left, and operations that it had called can still be finished."""
         error_of = _error_of(self.rank, rank, host, cause)
         if counts is None:
             self.fail(error_of)
@@ -431,14 +433,14 @@ class CoordinatedCheck(ConsistencyCheck):
     def _limit(
         self, group: Failable, rank: int, error_of: Callable[[str], BaseException], counts: Mapping[int, int]
     ) -> None:
-        """Fail what a rank that calls nothing more has not called. A connection that it has begun still completes."""
+        """Fail operations that a leaving rank has not called. A connection that it has begun still completes."""
         if group.is_open and rank in group.ranks and group.number in counts:
             self._end(group.number, error_of, counts[group.number])
 
     # Under the lock, or what takes it.
 
     def _calls(self, group: int) -> _GroupCalls:
-        """The calls of a group; a record that has ended for an abandoned thread that outlives its group."""
+        """The calls of a group; an ended record for an abandoned thread that outlives its group."""
         return self._calls_of.get(group) or _GroupCalls(ends_at=0, end=CollectiveError("this group has been removed"))
 
     def _define(self, digest: bytes, signature: Signature) -> None:
@@ -484,7 +486,7 @@ class CoordinatedCheck(ConsistencyCheck):
 
 
 def _error_of(own: int, rank: int, host: str, cause: str) -> Callable[[str], BaseException]:
-    """Return a function that makes the `RankLostError`, given the operation that this rank waits for."""
+    """Return a function that creates the `RankLostError` from the operation that this rank waits for."""
     exit_with_peer_lost()
 
     def error_of(awaited: str) -> BaseException:

@@ -1,8 +1,8 @@
 """The control channel beside the data: a ZeroMQ star around rank 0, and the thread of each rank that drives it.
 
-Rank 0 listens at a free port and leaves its endpoint and a token at the rendezvous store; a rank shows the token when
-it connects. Messages without it are dropped and change nothing. Only the control thread touches the transport; other
-threads queue messages and wake it.
+Rank 0 listens at a free port and publishes its endpoint and a token in the rendezvous store; a rank sends the token
+when it connects. Messages without it are dropped and change nothing. Only the control thread touches the transport;
+other threads queue messages and wake it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
     """Open a ZeroMQ transport without encryption.
 
-    A stopped rank does not count as lost; one whose machine is gone does, because heartbeats are not acknowledged.
+    A stopped rank does not count as lost; a rank whose machine is down does, because heartbeats are not acknowledged.
 
     Raises:
         ConfigError: the settings ask for encryption.
@@ -89,9 +89,9 @@ LOG = logging.getLogger("kvdist")
 
 TICK_S = 0.25
 LOOK_AGAIN_S = 0.02
-"""How often a rank looks for the token of rank 0's next meeting."""
+"""Interval at which a rank checks for the token of rank 0's next meeting."""
 FAREWELL_S = 2.0
-"""How long a leaving rank waits for the acknowledgement of its goodbye."""
+"""Time that a leaving rank waits for the acknowledgement of its goodbye."""
 BROKEN = "its process ended, or its connection broke"
 _KEY = "control"
 
@@ -102,20 +102,20 @@ def open_control(world: World, store: Store, address: str, settings: CollectiveS
 
 
 class Control(abc.ABC):
-    """One rank's end of the channel, with its thread.
+    """A rank's end of the channel, with its thread.
 
     Args:
         world: this process's rank, size and machine.
         store: shared by all ranks.
-        address: of this machine, where rank 0 listens.
-        settings: the user's.
-        met: the tokens of earlier meetings; the new one is added.
+        address: address of this machine, at which rank 0 listens.
+        settings: the user's settings.
+        met: the tokens of earlier meetings; the new token is added.
 
     Attributes:
         check: the consistency check of this rank's groups.
         token: drawn by rank 0 for this meeting alone.
-        hosts: of all ranks, once all have connected, for people.
-        machines: of all ranks, then, equal for those on one.
+        hosts: host names of all ranks, for people; empty until all have connected.
+        machines: machines of all ranks, equal for ranks on the same machine; empty until then.
         is_alone: whether the connection to rank 0 has ended.
 
     Raises:
@@ -124,7 +124,7 @@ class Control(abc.ABC):
 
     is_alone = False
     patience_s: float
-    """How long to wait for the other ranks."""
+    """Time to wait for the other ranks, in seconds."""
 
     def __init__(self, world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> None:
         self.world = world
@@ -176,7 +176,7 @@ class Control(abc.ABC):
 
     @abc.abstractmethod
     def missing(self) -> str:
-        """Say who has not connected in time."""
+        """The message about the ranks that have not connected in time."""
 
     def withdraw(self) -> None:  # noqa: B027 (rank 0 alone can)
         """Keep further ranks away from this meeting."""
@@ -302,10 +302,10 @@ class Hub(Control):
             LOG.info("rank 0 has dropped a message: %s", error)
 
     def _admit(self, message: Message, event: Arrived) -> int:
-        """Return the rank whose first message this is.
+        """Return the rank that sent its first message.
 
         Raises:
-            ProtocolError: the sender has no token, or a rank that does not fit here, to which the reason is sent.
+            ProtocolError: the sender has no token, or its rank does not fit this job; the sender gets the reason.
         """
         if not isinstance(message, RankHello) or not secrets.compare_digest(
             message.token.encode(), self.token.encode()

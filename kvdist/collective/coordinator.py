@@ -1,4 +1,4 @@
-"""Rank 0's side of the consistency checks: compare what the ranks call, notice lost ranks and stalls.
+"""Rank 0's side of the consistency checks: compare the calls of the ranks, notice lost ranks and stalls.
 
 Pure: `Coordinator` gets messages with rank and time, and returns the answers. In the steady state, where ranks repeat
 earlier sequences of operations, reports come in batches and need no answer.
@@ -6,9 +6,10 @@ earlier sequences of operations, reports come in batches and need no answer.
 An operation that a rank *waits* for has not begun on that rank. If the ranks' next operations differ and all of them
 wait, each gets an error and the group goes on. If one has begun, its data may be anywhere, and the group fails.
 
-Named operations pair by kind and name, others by their order. What all ranks have called is next, and ranks that called
-it later than others that wait are told so (`Reorder`). A rank that has joined takes part in what it had called before,
-and with zeros in the rest. Ranks get an error where names agree and the rest does not, or where every rank is stuck.
+Named operations pair by kind and name, others by their order. An operation that all ranks have called is next, and
+ranks that called it later than other waiting calls learn it by `Reorder`. A rank that has joined takes part in the
+operations that it had called before, and with zeros in the rest. Ranks get an error where names agree and the rest does
+not, or where every rank is stuck.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ RECENT_MAX = 1024
 """Agreed operations that are remembered; a rank's work is never further behind."""
 
 STEADY = 256
-"""Operations after a `Reorder` that the ranks wait for: one that begins predicted ones reports them late, which the
-others wait for if they call others."""
+"""Operations after a `Reorder` for which the ranks wait for agreement: a rank that begins predicted operations reports
+them late, and ranks that call others would wait for that."""
 FOR_EVER = 1 << 62
 
 Entry = tuple[bytes, bool]
@@ -60,18 +61,18 @@ Entry = tuple[bytes, bool]
 
 @dataclass(slots=True)
 class RankProgress:
-    """Where one rank is within a group.
+    """Progress of a rank within a group.
 
     Attributes:
         queue: calls of this rank, from `first` on; its `join` is the last.
         first: the number of its first call that is not paired.
         taken: calls in the queue that are paired.
-        places: calls that are not paired, by what pairs them; filled where ranks have different orders.
-        keys: what is in `places`, by call.
-        indexed: calls from this one on have not been looked at for `places`.
+        places: key → calls with it that are not paired, oldest first; filled where ranks have different orders.
+        keys: call in `places` → its key.
+        indexed: first call that has not been added to `places`.
         called, done: numbers of operations since the beginning.
         since: when it began to wait for its oldest unfinished operation.
-        stuck_at: it calls nothing more before this operation has ended; -1 if it may.
+        stuck_at: operation before whose end it calls no other; -1 if it may.
         has_joined: whether it has called `join`.
     """
 
@@ -100,7 +101,7 @@ class RankProgress:
         return self.queue[call - self.first]
 
     def index(self, key_of: Callable[[bytes], str]) -> list[str]:
-        """Look at the calls since the last time, and return their keys."""
+        """Add the calls since the last time to `places`, and return their keys."""
         end = self.first + len(self.queue) - self.has_joined
         fresh = range(max(self.indexed, self.first), end)
         self.indexed = end
@@ -110,7 +111,7 @@ class RankProgress:
         return [self.keys[call] for call in fresh]
 
     def take(self, call: int) -> None:
-        """Remove a call that is paired, the oldest one with its key."""
+        """Remove a paired call, the oldest with its key."""
         if call in self.keys:
             key = self.keys.pop(call)
             self.places[key].popleft()
@@ -128,17 +129,18 @@ class RankProgress:
 
 
 class GroupProgress:
-    """The operations of one group: how far each rank has called them, and what they are.
+    """The operations of a group: how far each rank has called them, and their digests.
 
     Args:
-        number: of the group; 0 is the group of all ranks.
+        number: number of the group; 0 is the group of all ranks.
         ranks: the members, ascending.
 
     Attributes:
         agreed: the number of operations that all ranks have called alike.
         joining: ranks that have called `join`, in the order of their reports.
-        ready: keys of what may be next, where ranks have different orders; among them all that all ranks have called.
-        steady_at: before this operation ranks wait for agreement, because they had different orders.
+        ready: keys of operations that may be next, where ranks have different orders; includes all that every rank
+            called.
+        steady_at: operation up to which ranks wait for agreement, because they had different orders.
         is_throttled: whether the ranks wait for agreement on every operation.
         has_failed: whether the group has failed.
         stalled_at, warned_s: the operation of the last stall, and how long it had lasted at the last warning (0: none).
@@ -181,7 +183,7 @@ class GroupProgress:
         return [rank for rank in self.ranks if not self.of[rank].has_joined]
 
     def shared(self, key: str) -> dict[int, int]:
-        """The calls with a key, by rank; none if a rank that has not joined has none."""
+        """The calls with a key, by rank; empty if a rank that has not joined lacks the key."""
         found = {}
         for rank, progress in self.of.items():
             if key in progress.places:
@@ -191,7 +193,7 @@ class GroupProgress:
         return found
 
     def pass_one(self, calls: Mapping[int, int], digest: bytes) -> None:
-        """Advance by one operation, which is these ranks' calls; the others, which have joined, only count it."""
+        """Advance by an operation that consists of these calls; the other ranks, which have joined, only count it."""
         for rank, progress in self.of.items():
             if rank in calls:
                 progress.take(calls[rank])
@@ -203,19 +205,19 @@ class GroupProgress:
         self._recent.append(digest)
 
     def end_join(self) -> None:
-        """Let all ranks that have joined, which are all, go on."""
+        """Let all ranks go on after all have joined."""
         for progress in self.of.values():
             progress.has_joined = False
         self.joining.clear()
         self.pass_one({rank: progress.first for rank, progress in self.of.items()}, JOIN_SIGNATURE.digest)
 
     def has_called(self, rank: int, first: int, sequence: int) -> bool:
-        """Whether a rank has called what is operation `sequence` of the rank `first`, in whichever order."""
+        """Whether a rank has called operation `sequence` of the rank `first`, in whichever order."""
         digest = self.digest_of(sequence, first)
         return sequence < self.agreed or digest in self.of[rank].pending
 
     def digest_of(self, sequence: int, rank: int) -> bytes | None:
-        """The digest of an operation that a rank has called; None for one long past."""
+        """The digest of an operation that a rank has called; None for an operation long past."""
         if sequence < self.agreed:
             back = self.agreed - sequence
             return self._recent[-back] if back <= len(self._recent) else None
@@ -230,14 +232,14 @@ class GroupProgress:
 
 
 SILENT_S = 3.0
-"""Silence beyond this is mentioned: a waiting rank reports every `kvdist.collective.consistency.ALIVE_S`."""
+"""Silence, in seconds, that is mentioned: a waiting rank reports every `kvdist.collective.consistency.ALIVE_S`."""
 STALL_REPEAT = 2.0
 """A warning about the same wait is repeated when it has lasted this many times as long."""
 EXPLAIN_S = 2.0
-"""How long the news of a lost rank may arrive after the errors that it causes on other ranks."""
+"""Time that the news of a lost rank may arrive after the errors that it causes on other ranks."""
 SIGNATURES_MAX = 65_536
 """Signatures that are remembered, for messages and for ranks that have joined. Ranks remember fewer (`DEFINED_MAX`), so
-they send a signature again before it is missing here."""
+they send a signature again before it is forgotten."""
 RANKS_SHOWN = 6
 
 Answers = list[tuple[int, ToMember]]
@@ -265,7 +267,7 @@ class Coordinator:
         self._suspicions: dict[int, tuple[float, OperationFailed]] = {}
         """Rank that reported a broken connection → when the job fails for it, unless the cause is known by then."""
         self._last_calls: dict[int, dict[int, int]] = {}
-        """Rank that calls nothing more → its number of calls in each of its groups."""
+        """Leaving rank → its final number of calls in each of its groups."""
         self._is_over = False
         self._answers: Answers = []
 
@@ -354,7 +356,8 @@ class Coordinator:
             self._answers += [(rank, StallWarning(text)) for rank in sorted({0, first}) if self._is_alive(rank)]
 
     def _stall_cause(self, group: GroupProgress, first: int, sequence: int, now: float) -> str:
-        """Who has to call or to finish what `first` waits for, and what these ranks do instead."""
+        """The ranks that have to call or to finish the operation that `first` waits for, and their last calls or
+        silence."""
 
         def silence(rank: int) -> str:
             silent_s = now - self._heard.get(rank, now)
@@ -378,7 +381,7 @@ class Coordinator:
         return "; ".join([f"{self._who(culprits)} to {deed} {operation}", *filter(None, notes)])
 
     def _who(self, ranks: list[int]) -> str:
-        """Such as ``rank 1 (host-a) and rank 2 (host-b)``."""
+        """Ranks with their hosts, such as ``rank 1 (host-a) and rank 2 (host-b)``."""
         return joined([f"rank {rank} ({self._host(rank)})" for rank in ranks])
 
     def _name(self, group: GroupProgress, sequence: int, rank: int) -> str:
@@ -421,7 +424,7 @@ class Coordinator:
             self._suspicions.setdefault(rank, (now + EXPLAIN_S, failed))
 
     def _end_calls(self, rank: int, counts: dict[int, int]) -> None:
-        """Record that a rank calls no more operations than these; it leaves each group when they are finished."""
+        """Record the final numbers of calls of a rank; it leaves each group when they are finished."""
         self._last_calls[rank] = {
             number: count
             for number, count in counts.items()
@@ -489,7 +492,7 @@ class Coordinator:
             self._advance(group)
 
     def _advance(self, group: GroupProgress) -> None:
-        """Compare what all ranks have called by now."""
+        """Compare the calls of all ranks so far."""
         awaited = set[int]()
         while not group.has_failed:
             calls, digests = self._next_calls(group)
@@ -519,7 +522,7 @@ class Coordinator:
     def _next_calls(self, group: GroupProgress) -> tuple[dict[int, int], set[bytes]]:
         """The ranks' calls that are the next operation or can only fail, and their digests.
 
-        None if a rank must call it first; without the ranks that have joined and not called it.
+        Empty if a rank must call it first; without the ranks that have joined and not called it.
         """
         queues = [progress.queue for progress in group.of.values()]
         if not all(queues):
@@ -535,7 +538,8 @@ class Coordinator:
         return calls, {group.of[rank].entry(call)[0] for rank, call in calls.items()}
 
     def _shared_calls(self, group: GroupProgress) -> dict[int, int]:
-        """The next operation where orders differ: what a rank has begun, else what all have called longest."""
+        """The calls of the next operation where orders differ: the operation that a rank has begun, else the oldest
+        that all have called."""
         for progress in group.of.values():
             group.ready += progress.index(self._key)
         begun = {progress.queue[0][0] for progress in group.of.values() if progress.queue and not progress.queue[0][1]}
@@ -553,7 +557,7 @@ class Coordinator:
         return signature.key if signature is not None else ""
 
     def _admit(self, group: GroupProgress, calls: dict[int, int], awaited: set[int]) -> None:
-        """Tell the ranks whose call is not their oldest one, and note the others that wait."""
+        """Tell ranks whose call is not their oldest, and note the others that wait."""
         for rank, call in calls.items():
             progress = group.of[rank]
             if call != progress.first:
@@ -564,7 +568,7 @@ class Coordinator:
                 awaited.add(rank)
 
     def _agree(self, group: GroupProgress, awaited: set[int]) -> None:
-        """Tell ranks that wait that all have called the same up to here."""
+        """Tell ranks that wait that all have called the same operations up to now."""
         if awaited:
             self._tell(sorted(awaited), Agreed(group.number, group.agreed))
             awaited.clear()
@@ -605,7 +609,7 @@ class Coordinator:
     # Join.
 
     def _invite_joined(self, group: GroupProgress, calls: dict[int, int], signature: Signature | None) -> None:
-        """Let ranks that have joined and have not called this take part."""
+        """Let ranks that have joined and have not called this operation take part."""
         if len(calls) == len(group.ranks):
             return
         order = Participate(group.number, group.agreed)
@@ -636,12 +640,12 @@ class Coordinator:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Such as ``ranks 1 and 2``."""
+    """A text such as ``ranks 1 and 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {joined([str(rank) for rank in ranks])}"
 
 
 def joined(words: list[str]) -> str:
-    """Such as ``a, b and c``, or the first few of many."""
+    """A list such as ``a, b and c``, or the first few of many."""
     shown = words[:RANKS_SHOWN]
     if len(words) > RANKS_SHOWN:
         shown.append(f"{len(words) - RANKS_SHOWN} more")

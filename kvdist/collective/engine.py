@@ -1,7 +1,7 @@
-"""This process as a rank: its groups, its beginning and end, and which engine the current thread uses.
+"""This process as a rank: its groups, its start and end, and which engine the current thread uses.
 
-An engine can be closed and another one made in the same process at the same rendezvous. Rank 0 draws a token for each
-meeting and no rank uses one twice, so a new engine meets nothing of an old one.
+After an engine is closed, another can be created in the same process at the same rendezvous. Rank 0 draws a token for
+each meeting and no rank uses a token twice, so a new engine never meets an old engine.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ DEFAULTS = CollectiveSettings()
 
 
 class CollectiveEngine:
-    """This process as one rank of a collective job.
+    """This process as a rank of a collective job.
 
     Args:
         world: this process's rank, size and machine.
-        met: the tokens of this process's earlier meetings; the new one is added.
+        met: the tokens of this process's earlier meetings; the new token is added.
         find: returns the store that all ranks share; see `rendezvous.meet`.
-        settings: the user's.
+        settings: the user's settings.
 
     Attributes:
         sets: the process sets, number → ranks, the same on all ranks.
+
+    Raises:
+        CollectiveError: the ranks could not connect.
+        OSError: the timeline cannot be written.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class CollectiveEngine:
 
     @property
     def is_homogeneous(self) -> bool:
-        """Whether every machine has as many ranks as this one."""
+        """Whether every machine has as many ranks as this machine."""
         sizes = {int(self.board.get(_local_size_of(rank))) for rank in range(self.world.size)}
         return sizes == {self.world.local_size}
 
@@ -112,12 +116,12 @@ class CollectiveEngine:
         return self.group(number).submit(operation)
 
     def refuse(self, error: BaseException, number: int = ALL_RANKS, kind: str = "operation", name: str = "") -> None:
-        """Report to the ranks of a group that this one cannot call an operation, so that none waits for it.
+        """Report to the ranks of a group that this rank cannot call an operation, so that none waits for it.
 
         Args:
-            error: the reason; the caller raises it here.
-            number: of the group.
-            kind, name: of the operation; without a name it is the next one of those without.
+            error: the reason; the caller raises it.
+            number: number of the group.
+            kind, name: kind and name of the operation; without a name it is the next of the operations without a name.
         """
         self._check_fork()
         self.group(number).submit(failed_operation(error, kind, name))
@@ -127,7 +131,7 @@ class CollectiveEngine:
         return int(self.submit(MarkerOperation(JOIN_SIGNATURE)).result())
 
     def start_timeline(self, path: str, marks_cycles: bool = False) -> None:
-        """Start to write a timeline, in place of an earlier one.
+        """Start to write a timeline, in place of an earlier timeline.
 
         Raises:
             OSError: the file cannot be written.
@@ -136,7 +140,7 @@ class CollectiveEngine:
         self._set_timeline(FileTimeline(path, self.world.rank, marks_cycles))
 
     def stop_timeline(self) -> None:
-        """Finish the timeline, if there is one."""
+        """Finish the timeline, if any."""
         stopped = self._timeline
         self._set_timeline(NO_TIMELINE)
         if isinstance(stopped, FileTimeline):
@@ -180,7 +184,7 @@ class CollectiveEngine:
     # On the thread of the group of all ranks.
 
     def open_set(self, ranks: tuple[int, ...]) -> int:
-        """Add a process set, connect to its members if this rank is one, and return its number."""
+        """Add a process set, connect to its members if this rank is a member, and return its number."""
         number, self._next_set = self._next_set, self._next_set + 1
         self.sets[number] = ranks
         if self.world.rank in ranks:
@@ -239,19 +243,19 @@ class CollectiveEngine:
 
 
 def _local_size_of(rank: int) -> str:
-    """The key under which a rank notes the number of ranks on its machine."""
+    """The key under which a rank publishes the number of ranks on its machine."""
     return f"local_size/{rank}"
 
 
 class _ThreadEngine(threading.local):
-    """The engine of a thread that is a rank of its own, in place of the process's."""
+    """The engine of a thread that is a separate rank, in place of the process's."""
 
     engine: CollectiveEngine | None = None
 
 
 _of_thread = _ThreadEngine()
 of_process: list[CollectiveEngine] = []
-"""The engine of this process, if there is one."""
+"""The engine of this process; empty without an engine."""
 
 
 def is_initialized() -> bool:
@@ -274,7 +278,7 @@ def current() -> CollectiveEngine:
 
 @contextlib.contextmanager
 def using(engine: CollectiveEngine) -> Iterator[CollectiveEngine]:
-    """Make this thread a rank with an engine of its own."""
+    """Let this thread act as the rank of an engine."""
     before, _of_thread.engine = _of_thread.engine, engine
     try:
         yield engine

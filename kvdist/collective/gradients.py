@@ -2,12 +2,12 @@
 
 Invariants:
 
-* Ranks match operations by their order. Buckets start in the order in which they were made, whichever gradients come
+* Ranks match operations by their order. Buckets start in the order in which they were created, whichever gradients come
   first on a rank, and a parameter without a gradient takes part with zeros.
-* A gradient is reduced where it lies. From its last hook until `finish` returns only the reducer touches it; torch's
-  version counters tell if something else did.
+* A gradient is reduced in place. From its last hook until `finish` returns only the reducer touches it; torch's version
+  counters tell if other code did.
 * Which gradients are sparse is agreed on once, in the first step, which therefore starts no bucket early. They travel
-  that way from then on, whatever a single backward pass produces on one rank.
+  that way from then on, whatever a single backward pass produces on a rank.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ReduceOptions:
     """How gradients are reduced over the ranks.
 
     Attributes:
-        name: of the operation, in messages and timelines.
+        name: name of the operation, in messages and timelines.
         op: how the ranks' gradients are combined.
-        compression: of the gradients on their options.
+        compression: compression of the gradients for the network.
         predivide_factor: f, for averages: gradients are divided by f before they are summed and by size / f afterwards,
             so half precision overflows later.
         process_set: the ranks that take part.
@@ -50,7 +50,7 @@ class ReduceOptions:
         passes: backward passes whose gradients add up locally first.
         groups: the number of groups that travel together, or lists of parameters; None for buckets by size.
         scales_local: gradients of local variables are divided by the number of ranks, as a sum of means would be.
-        local: the variables whose gradients stay each rank's own, by id.
+        local: the variables whose gradients stay local to each rank, by id.
     """
 
     name: str = "gradients"
@@ -105,8 +105,8 @@ class ReduceOptions:
         """Reduce the gradients of all variables but the local ones.
 
         Args:
-            gradients: of a framework, or None.
-            variables: of the gradients.
+            gradients: gradients of a framework, or None.
+            variables: the variables of the gradients.
             reduce: reduces gradients of variables.
             divide: divides the gradient of a local variable by the number of ranks.
         """
@@ -125,17 +125,17 @@ class ReduceOptions:
         """Return the options if `op` is Average, Sum or Adasum.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: it is another operator.
         """
         if self.op not in (Average, Sum, Adasum):
             raise ValueError(f"op is {ReduceOp(self.op).name}; gradients are combined by Average, Sum or Adasum")
         return self
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Reduce gradients as one unit into new tensors; all ranks pass the same dtypes and shapes.
+        """Reduce gradients as a unit into new tensors; all ranks pass the same dtypes and shapes.
 
         Raises:
-            CollectiveError: the ranks disagree, or one is gone.
+            CollectiveError: the ranks disagree, or a rank was lost.
         """
         if not gradients:
             return []
@@ -155,11 +155,11 @@ def put_before(instance: Any, front: type, module: str = "") -> None:
 
     Args:
         instance: such as an optimizer.
-        front: what its class gets as its first base.
-        module: which the new class names as its own; '' for that of the old one.
+        front: the first base of its new class.
+        module: ``__module__`` of the new class; '' for that of the old class.
 
     Raises:
-        ValueError: a base that averages gradients is there already.
+        ValueError: the class already has a base that averages gradients.
     """
     own = type(instance)
     if isinstance(instance, Distributed):
@@ -169,7 +169,7 @@ def put_before(instance: Any, front: type, module: str = "") -> None:
 
 
 class Distributed:
-    """The mark of optimizers and tapes whose gradients are those of all ranks."""
+    """Marks optimizers and tapes whose gradients are reduced over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class GradientReducer(GradientBuckets):
     """Reduces the gradients of parameters over the ranks, once a step.
 
     Args:
-        names: of the parameters, which ranks compare.
-        parameters: that require gradients, in the same order on all ranks.
+        names: names of the parameters, which ranks compare.
+        parameters: parameters that require gradients, in the same order on all ranks.
         options: how they are reduced.
         is_eager: whether buckets start during the backward pass.
     """
@@ -206,7 +206,7 @@ class GradientReducer(GradientBuckets):
         self._deferred: list[Bucket] = []
         self._under_way: list[tuple[Handle, list[_Sent]]] = []
         self.is_finished = False
-        """Whether the gradients are reduced and no new one has come since."""
+        """Whether the gradients are reduced and no new gradient has come since."""
         super().__init__(
             names,
             [[parameter] for parameter in parameters],
@@ -321,7 +321,7 @@ class GradientReducer(GradientBuckets):
         """Agree on the parameters that have a sparse gradient on any rank.
 
         Raises:
-            ValueError: there is one, and the operator cannot reduce it.
+            ValueError: a gradient is sparse, and the operator cannot reduce it.
         """
         found = [int(_is_sparse(parameter.grad)) for parameter in self.parameters]
         flags = torch.tensor(found, dtype=torch.uint8, device="cpu")
@@ -369,7 +369,7 @@ def wait_for(handles: Sequence[Handle]) -> None:
 
 
 def buckets_of(parameters: Sequence[torch.Tensor], groups: Groups) -> list[Bucket]:
-    """Put parameters into buckets that travel together, the last ones first.
+    """Put parameters into buckets that travel together, the last parameters first.
 
     Args:
         parameters: in order.

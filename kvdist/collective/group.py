@@ -2,10 +2,10 @@
 
 The thread begins up to `BEGUN_MAX` operations before the first is done, and finishes them in order. Each caller has a
 future from the start. Before an operation begins, the consistency check confirms that the other ranks are at the same
-one; it also explains failures, because torch's text for a broken connection names no rank.
+operation; it also explains failures, because torch's text for a broken connection names no rank.
 
-The thread is a daemon: an operation that can never end, because a peer is at another one, is left to the end of the
-process, and `fail` resolves every waiting future.
+The thread is a daemon: an operation that can never end, because a peer is at another operation, is left to the end of
+the process, and `fail` resolves every waiting future.
 
 CUDA operations run on a stream of the group, ordered behind the caller's stream at submission; the stream that asks for
 the result waits for it. The host never waits for a device.
@@ -36,7 +36,7 @@ from kvdist.errors import CollectiveError, CollectiveMismatch, DuplicateNameErro
 from kvdist.protocol.collective import AllJoined, Mismatch, Participate
 
 _waiters: dict[threading.Thread, tuple[float, Future[Any]]] = {}
-"""Thread of this process that waits for an operation → since when, and for which."""
+"""Thread of this process that waits for an operation → (time since when, its future)."""
 
 
 class OperationFuture(Future[Any]):
@@ -80,11 +80,11 @@ class DeviceFuture(OperationFuture):
         self._finished: torch.cuda.Event | None = None
 
     def order_after_caller(self, stream: torch.cuda.Stream) -> None:
-        """Make the group's stream wait for what the caller had begun."""
+        """Make the group's stream wait for the work that the caller had begun."""
         stream.wait_event(self._called)
 
     def order_before_result(self, stream: torch.cuda.Stream) -> None:
-        """Make streams that take the result wait for what the group's stream has begun."""
+        """Make streams that take the result wait for the work on the group's stream."""
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._finished.record(stream)
 
@@ -101,7 +101,7 @@ class DeviceFuture(OperationFuture):
 
 
 class Stream:
-    """The CUDA streams of a group, one for each device, made at the first operation on CUDA tensors."""
+    """The CUDA streams of a group, created for each device at its first operation on CUDA tensors."""
 
     def __init__(self) -> None:
         self._made: dict[int, torch.cuda.Stream] = {}
@@ -135,9 +135,9 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 BEGUN_MAX = 16
-"""Operations that are begun and not done, so the channel has the next one when one is done."""
+"""Operations that may be begun and not done, so that the channel has the next operation when one is done."""
 LAST_WAIT_S = 1.0
-"""How long `close` waits for the thread of a failed group, which may be stuck in an operation for ever."""
+"""Time that `close` waits for the thread of a failed group, which may be stuck in an operation for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,11 +164,11 @@ class Group:
     """Some of the ranks, and the operations that they do together.
 
     Args:
-        number: the same on all ranks; 0 is the group of all ranks.
+        number: number of the group, the same on all ranks; 0 is the group of all ranks.
         ranks: the members, by their global ranks, ascending.
         channel: connected to the members; the group owns it.
         check: admits every operation.
-        stand_in: makes this rank's part in an operation of the others while this rank has joined.
+        stand_in: creates this rank's part in an operation of the others while this rank has joined.
     """
 
     is_open = True
@@ -187,22 +187,22 @@ class Group:
         self.size = channel.size
         self.timeline: Timeline = NO_TIMELINE
         self.loss: PeerLostError | None = None
-        """The error of an operation that failed because a rank is gone."""
+        """The error of an operation that failed because a rank was lost."""
         self._channel = channel
         self._check = check
         self._stand_in = stand_in
         self._stream = Stream()
         self._queue: SimpleQueue[bool] = SimpleQueue()
-        """True for each operation that is called, False for the end."""
+        """True for each called operation, False for the end."""
         self._waiting: dict[int, PendingOperation] = {}
-        """By their call numbers."""
+        """Pending operations by their call numbers."""
         self._turn = 0
         """The number of the operation that begins next."""
         self._names: dict[str, int] = {}
-        """The call under way by each name; what is refused takes none."""
+        """Name → the call in progress with that name; refused operations occupy no name."""
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
-        """Makes the error of later calls, given the operation."""
+        """Creates the error of later calls, from the operation."""
         self._fails_from = 0
         self._is_broken = False
         self._called = 0
@@ -219,7 +219,8 @@ class Group:
 
         Raises:
             CollectiveError: the group has failed or is closed.
-            DuplicateNameError: an operation of that kind and name is under way; the other ranks learn nothing of this.
+            DuplicateNameError: an operation of that kind and name is in progress; the other ranks learn nothing of
+                this.
         """
         signature = operation.signature
         future = DeviceFuture(operation) if signature.device == "cuda" else OperationFuture()
@@ -233,10 +234,10 @@ class Group:
         return future
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        """Fail the operations from this one on, pending and future.
+        """Fail the operations from `from_sequence` on, pending and future.
 
         Args:
-            error_of: makes the error, given the operation that is waited for, or '' if there is none.
+            error_of: creates the error from the operation that is waited for, or '' if there is none.
             from_sequence: the first operation concerned.
         """
         with self._lock:
@@ -264,7 +265,8 @@ class Group:
 
         Args:
             since: all threads of the process have waited since this time.
-            one_left: whether a member calls nothing more; then the threads count that wait for this group.
+            one_left: whether a member has left and calls no more operations; then only threads that wait for this group
+                count.
         """
         called = {id(one.future): one for one in list(self._waiting.values())}
         waits = dict(_waiters)
@@ -311,7 +313,7 @@ class Group:
         self._queue.put(True)
 
     def _forget(self, called: PendingOperation) -> bool:
-        """Let an operation be over; return whether it was not."""
+        """Remove a pending operation; return whether it was pending."""
         key = called.operation.signature.key
         if self._names.get(key) == called.call:
             del self._names[key]
@@ -343,7 +345,7 @@ class Group:
         return is_free and not self._queue.empty() and self._check.has_next(self.number)
 
     def _begin_next(self) -> None:
-        """Begin the next operation: the oldest call, or another one where ranks have other orders."""
+        """Begin the next operation: the oldest call, or another call where ranks have other orders."""
         asked_ns = self.timeline.now()
         try:
             while isinstance(turn := self._check.next(self.number, self._turn), Participate):
@@ -361,7 +363,7 @@ class Group:
                 self._begin(self._take_turn(turn), asked_ns)
 
     def _take_turn(self, call: int | None) -> PendingOperation | None:
-        """Make a call, or the oldest one, the next operation; return it unless `fail` has resolved it."""
+        """Let a call, or the oldest call, be the next operation; return it unless `fail` has resolved it."""
         with self._lock:
             called = self._waiting.get(call) if call is not None else self._oldest()
             if called is not None:
@@ -373,7 +375,7 @@ class Group:
         return next((called for called in self._waiting.values() if not called.has_begun), None)
 
     def _give_up(self, error: BaseException) -> None:
-        """Fail the oldest call, because no operation can be the next one."""
+        """Fail the oldest call, because no operation can be the next."""
         with self._lock:
             self._has_joined = False
             called = self._oldest()
@@ -450,7 +452,8 @@ class Group:
 
 
 def _calls_nothing(thread: threading.Thread) -> bool:
-    """Whether a thread calls no operation while all others wait: it is one of kvdist's, or works for one that waits."""
+    """Whether a thread calls no operation while all others wait: a thread of kvdist, or the helper of a waiting
+    thread."""
     return thread.name.startswith("kvdist-") or isinstance(thread, threading._DummyThread)
 
 

@@ -1,11 +1,11 @@
-"""The collective operations: what the ranks must agree on, and how each is made of the channel's verbs.
+"""The collective operations: the facts that ranks must agree on, and how the channel's verbs implement them.
 
 Each class states its passes over the data. Inputs are written only by in-place operations. Data that is moved and not
 reduced travels as bytes, so all dtypes can.
 
-Small tensors of one dtype are packed into fusion buffers, so a thousand of them cost a few operations; large ones are
-sent from where they lie. The partition follows from dtypes and sizes alone, never from memory layout: all ranks must
-cut alike.
+Small tensors of a dtype are packed into fusion buffers, so a thousand of them cost a few operations; large tensors are
+sent without a copy. The partition follows from dtypes and sizes alone, never from memory layout: all ranks must cut
+alike.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Operation(abc.ABC):
 
     signature: Signature
     cuda_device: int | None = None
-    """The CUDA device of its tensors, if they have one and it is known."""
+    """The CUDA device of its tensors, if they are on a known device."""
 
     def _sign(
         self, kind: str, name: str, tensors: Sequence[torch.Tensor], detail: str = "", *, any_rows: bool = False
@@ -48,17 +48,17 @@ class Operation(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, channel: Channel) -> Sequence[Work]:
-        """Begin it, on the group's thread. May wait for what must be known first, such as sizes."""
+        """Begin it, on the group's thread. May wait for data that it needs first, such as sizes."""
 
     @abc.abstractmethod
     def finish(self) -> Any:
-        """Return the result, on the group's thread, after all that `begin` returned is done."""
+        """Return the result, on the group's thread, after all works that `begin` returned are done."""
 
 
 ALONE_BYTES = 512 << 10
 """A tensor of this size or more travels alone: copying it would cost more than another operation."""
 FLAT_BYTES = 4 << 20
-"""The capacity of a fusion buffer, small enough that one is packed while the one before travels."""
+"""The capacity of a fusion buffer, small enough that a buffer is packed while the previous buffer travels."""
 
 WIDENED = {torch.int16: torch.int32}
 """Dtypes that gloo and NCCL cannot reduce → the dtypes used in their place."""
@@ -83,7 +83,7 @@ def partition(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The positions of tensors that share memory with another one, such as a tensor given twice."""
+    """The positions of tensors that share memory with another tensor, such as a repeated tensor."""
     spans = sorted((tensor.data_ptr(), _end(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
     found: set[int] = set()
     furthest, owner = 0, -1
@@ -105,12 +105,12 @@ class FusionBuffer:
     """Contiguous memory in which tensors travel together.
 
     Args:
-        outputs: the tensors for the results, all of one dtype and device.
-        dtype: of the buffer; None for that of the outputs.
+        outputs: the tensors for the results, all of the same dtype and device.
+        dtype: dtype of the buffer; None for that of the outputs.
         is_apart: whether outputs must not be written before everything is done.
 
     Attributes:
-        values: the buffer; the output itself if there is only one and that is possible.
+        values: the buffer; the output itself if it is the only output and usable.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FusionBuffer:
         return bytes_of(self.values)
 
     def fill(self, tensors: Sequence[torch.Tensor], factor: float = 1.0) -> None:
-        """Copy tensors into the buffer, times a factor; one pass, and one over cached data for a factor."""
+        """Copy tensors into the buffer, times a factor; one pass, and another over cached data for a factor."""
         if self._views is not None:
             torch._foreach_copy_(self._views, list(tensors))
         elif tensors[0] is not self.values:
@@ -168,7 +168,7 @@ def checked(kind: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors of an operation after checking them.
 
     Raises:
-        TypeError: one is not a dense tensor; the message says what to do.
+        TypeError: a value is not a dense tensor; the message says what to do.
         ValueError: they are on different devices.
     """
     for tensor in tensors:
@@ -201,7 +201,7 @@ def check_writable(kind: str, outputs: Sequence[torch.Tensor]) -> None:
 
 
 def writing(outputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context without autograd for writing to tensors; inference mode for tensors that were made in it."""
+    """Return a context without autograd for writing to tensors; inference mode for tensors created in it."""
     return torch.inference_mode() if any(output.is_inference() for output in outputs) else torch.no_grad()
 
 
@@ -221,17 +221,17 @@ def _scales(op: ReduceOp, prescale: float, postscale: float, note: str = "") -> 
 
 
 class AllReduce(Operation):
-    """All ranks get the reduction of their tensors, one or several as one unit.
+    """All ranks get the reduction of their tensors, as a unit.
 
-    Passes: small tensors are packed and unpacked, one each; a large one that is not reduced in place is copied, one;
-    each factor other than 1, and the division of an average, is one.
+    Passes: small tensors are packed and unpacked, a pass each; a large tensor that is not reduced in place is copied;
+    each factor other than 1, and the division of an average, is a pass.
 
     Args:
-        name: given by the user; '' for none.
+        name: the user's name for it; '' for none.
         tensors: dense.
-        outputs: for the results; the tensors themselves for in place.
-        op, prescale, postscale: postscale * op(prescale * tensor). For Adasum there is `AdasumOperation`.
-        note: further text that ranks must agree on, but for what follows `signature.ASIDE`.
+        outputs: tensors for the results; `tensors` themselves if in place.
+        op, prescale, postscale: postscale * op(prescale * tensor). For Adasum see `AdasumOperation`.
+        note: further text that ranks must agree on, up to `signature.ASIDE`.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class AllReduce(Operation):
         return self._outputs
 
     def _filled(self) -> Iterator[torch.Tensor]:
-        """What travels, one after the other: large tensors, and buffers of small ones."""
+        """Yield the tensors to send, in order: large tensors, and buffers of small ones."""
         parts = partition(self._tensors)
         shared = overlapping(self._outputs) if len(parts) > 1 else frozenset()
         for part in parts:
@@ -328,10 +328,10 @@ def _without_padding(output: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 class Broadcast(Operation):
-    """All ranks get one rank's tensors.
+    """All ranks get the tensors of the root.
 
-    Passes: small tensors are packed on the root and unpacked on the others; a large one is copied on the root if not in
-    place.
+    Passes: small tensors are packed on the root and unpacked on the others; a large tensor is copied on the root if not
+    in place.
 
     Args:
         root: its global rank, for messages.
@@ -411,7 +411,7 @@ def splits_of(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> l
     """The number of rows for each rank.
 
     Raises:
-        ValueError: they do not fit the tensor or the group.
+        ValueError: `splits` do not fit the tensor or the group.
     """
     rows = tensor.shape[0]
     if splits is None:
@@ -431,7 +431,7 @@ def splits_of(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> l
 class ReduceScatter(Operation):
     """Every rank gets its part of the rows of the reduction.
 
-    The first ranks get one row more where the rows do not divide evenly. Passes: one for each factor other than 1.
+    The first ranks get a row more where the rows do not divide evenly. Passes: one for each factor other than 1.
     """
 
     def __init__(
@@ -478,12 +478,12 @@ class ReduceScatter(Operation):
 
 
 def rows_of_ranks(rows: int, size: int) -> list[int]:
-    """The number of rows for each rank: as equal as possible, the first ones more."""
+    """The number of rows for each rank: as equal as possible, the first ranks have more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 class BarrierOperation(Operation):
-    """No rank goes on before all have called it."""
+    """No rank continues before all have called it."""
 
     def __init__(self) -> None:
         self.signature = Signature("barrier", "", ())
@@ -500,7 +500,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 
 def zeros_operation(play: Participate) -> AllReduce:
-    """Make the part of a rank that has joined in an operation of the others.
+    """Create the part of a rank that has joined in an operation of the others.
 
     Raises:
         CollectiveError: the description of a tensor is invalid.
@@ -518,12 +518,12 @@ def _zeros(text: str, device: str) -> torch.Tensor:
 
 
 class MarkerOperation(Operation):
-    """Takes a place in the order of operations and moves no data.
+    """Takes a place in the order of operations and transfers no data.
 
-    `join`, an operation that a rank cannot call, or a change of the process sets.
+    Used for `join`, for an operation that a rank cannot call, and for changes of the process sets.
 
     Args:
-        signature: what the ranks must agree on.
+        signature: the operation as ranks must agree on it.
         action: called when they have agreed; its result is the operation's.
     """
 
@@ -541,11 +541,12 @@ class MarkerOperation(Operation):
 
 
 REASON_MAX = 1000
-"""The reason is cut at this length: what does not fit in a message would have another digest on rank 0."""
+"""The reason is cut at this length: a longer text would not fit in a message, and have another digest on rank 0."""
 
 
 def failed_operation(error: BaseException, kind: str, name: str) -> MarkerOperation:
-    """Make the operation that takes the place of one that this rank could not call, and tells all ranks why."""
+    """Create the operation that replaces an operation that this rank could not call, and reports the reason to all
+    ranks."""
     reason = f"{type(error).__name__}: {error}"
     reason = reason if len(reason) <= REASON_MAX else f"{reason[:REASON_MAX]}..."
     return MarkerOperation(Signature(kind, name, (), REFUSED + reason))

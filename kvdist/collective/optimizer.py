@@ -26,7 +26,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class _Distributed(Distributed, torch.optim.Optimizer):
-    """The base that a distributed optimizer has before its own class."""
+    """First base of the class of a distributed optimizer, in front of the optimizer's class."""
 
     _options: ReduceOptions
     _named: Named
@@ -270,7 +270,7 @@ def _checked_named(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, 
 
 
 def _of(me: weakref.ref[Any]) -> Any:
-    """The distributed optimizer of a hook, which is not the one that steps where it wraps another one."""
+    """The distributed optimizer of a hook, which differs from the optimizer that steps if it wraps another."""
     optimizer = me()
     assert optimizer is not None, "its hooks are called after the optimizer is gone"
     return optimizer
@@ -287,10 +287,10 @@ def _before_step(me: weakref.ref[Any], _: Any, args: Any, kwargs: Any) -> Any:
 
 
 def require_torch_optimizer(optimizer: Any, function: str) -> None:
-    """Check the optimizer that a function of this package was given.
+    """Check the optimizer that was passed to a function of this package.
 
     Raises:
-        TypeError: it is not torch's, or does not call torch's constructor, which makes the hooks of `step`.
+        TypeError: it is not torch's, or does not call torch's constructor, which creates the hooks of `step`.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -106,10 +106,10 @@ def _add(process_set: ProcessSet | Iterable[int], may_exist: bool) -> ProcessSet
 
 
 def add_process_sets(process_sets: Sequence[ProcessSet | Iterable[int]]) -> None:
-    """Register process sets, the same list on all ranks. A set of ranks that there is already stays unregistered.
+    """Register process sets, the same list on all ranks. A set whose ranks already form a set stays unregistered.
 
     Raises:
-        ValueError: the ranks of a set are invalid or differ between ranks, or a rank has more sets than another one.
+        ValueError: the ranks of a set are invalid or differ between ranks, or a rank has more sets than another rank.
     """
     engine = current()
     if process_sets:

@@ -1,4 +1,4 @@
-"""What torch makes of the reduction operators, and the compression of tensors for the way."""
+"""Torch's equivalents of the reduction operators, and the compression of tensors for the network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp as TorchOp
 from kvdist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
-"""Torch's operators. An average is a sum that is divided afterwards: gloo has none for integers."""
+"""Torch's operators. An average is a sum that is divided afterwards: gloo has no average of integers."""
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,7 +21,7 @@ def check_reducible(kind: str, dtype: torch.dtype, op: ReduceOp, is_scaled: bool
     """Refuse a dtype that the operator cannot reduce.
 
     Raises:
-        TypeError: it cannot; the message says which can.
+        TypeError: it cannot; the message names dtypes or operators that can.
     """
     name = str(dtype).removeprefix("torch.")
     if op is Adasum and dtype not in REALS:

@@ -1,8 +1,8 @@
 """How the ranks of a job find each other: a TCPStore of torch, at the address that the launcher named.
 
-Without a launcher's address all ranks are on one machine: rank 0 takes a free port and leaves its number in a private
-folder of the user, under the name of the job, until all ranks have come. A file left by a killed process is recognised:
-that process is dead, or one with its number began at another time. Later jobs remove such files.
+Without a launcher's address all ranks are on the same machine: rank 0 takes a free port and leaves its number in a
+private folder of the user, under the name of the job, until all ranks have come. A file left by a killed process is
+recognised: that process is dead, or a process with its number began at another time. Later jobs remove such files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_address(world: World, settings: CollectiveSettings) -> str:
-    """This machine's address for the other ranks: as set by the user, else the one that routes towards rank 0.
+    """This machine's address for the other ranks: as set by the user, else the address that routes towards rank 0.
 
     Raises:
         ConfigError: the interface that was set does not exist.
@@ -61,7 +61,7 @@ def own_address(world: World, settings: CollectiveSettings) -> str:
 
 
 LOOK_AGAIN_S = 0.02
-"""How often a rank looks for rank 0's port file, or for a listener."""
+"""Interval at which a rank checks for rank 0's port file, or for a listener."""
 PORT_FILES = "rank0-"
 """The beginning of the names of port files."""
 KEPT_S = 86_400
@@ -73,9 +73,9 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
     """Return a store that all ranks of the job share.
 
     Raises:
-        CollectiveError: rank 0 is not there in time, or its port is taken.
-        ConfigError: the folder for port files cannot be made, or other users can enter it, or the inherited descriptor
-            is another one here.
+        CollectiveError: rank 0 does not come in time, or its port is taken.
+        ConfigError: the folder for port files cannot be created, or other users can enter it, or the inherited
+            descriptor is another socket in this process.
     """
     meeting, deadline = world.meeting, time.monotonic() + timeout_s
     is_master = world.rank == 0 and not meeting.is_served
@@ -109,10 +109,10 @@ def _take_listening(descriptor: int, expected: str) -> None:
 
 
 def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStore:
-    """Return the same store over a new connection: an abandoned thread may still wait in the old one.
+    """Return the same store over a new connection: an abandoned thread may still wait in the old connection.
 
     Raises:
-        CollectiveError: rank 0, or the process that served the store, is gone.
+        CollectiveError: rank 0, or the process that served the store, has ended.
     """
     before: TCPStore = store.underlying_store  # type: ignore[assignment]
     deadline = time.monotonic() + timeout_s
@@ -130,7 +130,7 @@ def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: fl
     """Connect to the store of a job, or serve it.
 
     Raises:
-        OSError, RuntimeError: that cannot be done before the deadline.
+        OSError, RuntimeError: the deadline has passed.
     """
     if not is_master:
         _await_listener(host, port, deadline)
@@ -151,7 +151,7 @@ def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: fl
 
 
 def _await_listener(host: str, port: int, deadline: float) -> None:
-    """Wait until a process listens there; torch's own wait is twice as long and prints internals.
+    """Wait until a process listens at the address; torch's own wait is twice as long and prints internals.
 
     Raises:
         OSError: no process listens before the deadline.
@@ -167,10 +167,10 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
 
 
 def _within(deadline: float, make: Callable[[], TCPStore]) -> TCPStore:
-    """Return what `make` returns, within the deadline: torch waits for ever for a listener that says nothing.
+    """Return the result of `make`, within the deadline: torch waits for ever for a listener that does not answer.
 
     Raises:
-        TimeoutError: the deadline has passed.
+        TimeoutError: the deadline is over.
         RuntimeError: `make` has failed.
     """
     made: Future[TCPStore] = Future()
@@ -194,7 +194,7 @@ def _port_file(meeting: Meeting) -> Path:
     """The port file of this job, in the private folder of the user's sockets.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     require_private_folder(WITHOUT_MEETING)
     job = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)

@@ -1,18 +1,18 @@
-"""Sums of the ranks of one host, through memory that they share.
+"""Sums over the ranks of a host, through memory that they share.
 
-Every rank has two slots in memory that all of them map, and a Unix socket to each other rank, over which a byte says
-what has been done. Tensors are summed chunk by chunk, where a chunk is as many stretches of them as fill a slot:
+Every rank has two slots in memory that all of them map, and a Unix socket to each other rank, over which a byte reports
+a finished step. Tensors are summed chunk by chunk, where a chunk is as many stretches of them as fill a slot:
 
-1. A rank copies its part of a chunk into its slot, but for the stripe that it sums itself, and says so.
-2. When all have, it sums its stripe, in the order of the ranks, writes the result into the slots of all, and says so.
-3. When all have, it copies the other stripes from its own slot. The slot is free again.
+1. A rank copies its part of a chunk into its slot, except for the stripe that it sums itself, and reports that. 2. When
+all have copied, it sums its stripe, in the order of the ranks, writes the result into all slots, and reports it. 3.
+When all have summed, it copies the other stripes from its slot. The slot is free again.
 
 The next chunk is copied into the other slot before the second step, so a rank seldom waits. Of n bytes a rank of two
 reads and writes 4n in all, much of it in the cache. A small chunk is not cut: each rank sums all of it after step 1,
 with the same operations in the same order, so that all get the same bits either way.
 
 Where the ranks are on several hosts, those of each host do this among themselves, and between the second and the third
-step the first rank of each host has the sum over the hosts made in its slot, and copies it into those of the others.
+step the first rank of each host sums its slot over the hosts, and copies the result into the other slots of its host.
 
 A rank that dies closes its sockets: the others of its host raise at once.
 """
@@ -39,43 +39,43 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from kvdist.config.addresses import this_machine
 
 SLOT_BYTES = 2 << 20
-"""The most that travels at once of the tensors of a call: what one core's cache holds."""
+"""Size of a slot, and so of a chunk: fits the cache of a core."""
 SMALL_BYTES = 32 << 10
-"""Up to here to wait a second time costs more than to sum all of it on every rank."""
+"""Largest chunk that every rank sums whole: a second wait would cost more."""
 DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
 )
-"""What can be summed here: what gloo can, but for booleans."""
+"""Dtypes that can be summed in shared memory: those of gloo, except booleans."""
 CONNECT_S = 10.0
-"""Until a rank that does not answer is given up; all have met just before, and others wait for the outcome."""
+"""Time until a rank that does not answer is given up; all have met just before, and others wait for the outcome."""
 _COPIED, _SUMMED, _JOINED = b"c", b"s", b"j"
 _RANK = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("iII")
 
 
 class Chunk:
-    """What is summed at once: stretches of tensors, which lie one behind the other in a slot.
+    """Stretches of tensors that are summed together; they lie one behind the other in a slot.
 
     Args:
-        dtype: of their elements.
+        dtype: dtype of their elements.
 
     Attributes:
-        count: elements of all of them.
+        count: number of elements of all stretches.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.count = 0
         self._stretches: list[tuple[int, int, torch.Tensor]] = []
-        """Each with the elements between which it lies."""
+        """(first, end, stretch): each stretch with its range of elements in the slot."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all stretches."""
         return self.count * self.dtype.itemsize
 
     def take(self, values: torch.Tensor) -> int:
-        """Add as much of a flat tensor as there is room for; how many elements that is."""
+        """Add as much of a flat tensor as fits; returns the number of added elements."""
         start, size = self.count, SLOT_BYTES // self.dtype.itemsize
         self.count = min(start + values.numel(), size)
         taken = self.count - start
@@ -84,7 +84,7 @@ class Chunk:
         return taken
 
     def between(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice]]:
-        """What lies between these elements, stretch by stretch, and where each is in a slot."""
+        """The parts of the stretches between two elements, each with its place in a slot."""
         for begin, end, stretch in self._stretches:
             first, last = max(start, begin), min(stop, end)
             if first < last:
@@ -92,7 +92,7 @@ class Chunk:
 
 
 def chunks_of(tensors: Iterable[torch.Tensor]) -> Iterator[Chunk]:
-    """The elements of contiguous tensors, none empty, in their order; all chunks of a type but the last are full."""
+    """Cut contiguous tensors, none empty, into chunks in their order; all chunks of a dtype but the last are full."""
     chunk = None
     for tensor in tensors:
         values = tensor.detach().view(-1)
@@ -108,17 +108,17 @@ def chunks_of(tensors: Iterable[torch.Tensor]) -> Iterator[Chunk]:
 
 
 class SharedMemory:
-    """The memory of some ranks of one host, of which this process is one.
+    """The shared memory of some ranks of a host, including this process.
 
     Args:
-        ranks: of these processes in their group.
-        rank: the place of this process among them. So "rank" is meant below.
-        peers: by rank, a socket to each other one; None for this one.
-        memory: by rank, the two slots of each.
-        join: replaces what the ranks here have summed by the sum over all hosts; called by the first rank of each host
-            alone. None: this is the only host.
+        ranks: ranks of these processes in their group.
+        rank: index of this process in `ranks`. In the rest of this class, "rank" means such an index.
+        peers: by rank, a socket to each other rank; None for this rank.
+        memory: by rank, its two slots.
+        join: replaces the sum over this host by the sum over all hosts; called only by the first rank of each host.
+            None if this is the only host.
 
-    One thread calls `sum`, in the order in which all ranks call it; any may call `abort`.
+    A single thread calls `sum`, in the order in which all ranks call it; any thread may call `abort`.
     """
 
     def __init__(
@@ -134,16 +134,16 @@ class SharedMemory:
         self._peers = {of: peer for of, peer in enumerate(peers) if peer is not None}
         self._memory = memory
         self._copied = self._summed = 0
-        """How many chunks this rank has copied into its slots and summed."""
+        """Numbers of chunks that this rank has copied into its slots, and has summed."""
         self._heard = {of: dict.fromkeys((_COPIED, _SUMMED, _JOINED), 0) for of in self._peers}
-        """By rank, how many each other one has."""
+        """Other rank → step → number of chunks for which the rank has reported the step."""
         _open.add(self)
 
     def sum(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Replace each of these contiguous tensors of the host by the sum of all ranks' tensors.
+        """Replace each of these contiguous CPU tensors by the sum of all ranks' tensors.
 
         Raises:
-            RuntimeError: a rank is gone, or `abort` was called.
+            RuntimeError: a rank has ended, or `abort` was called.
         """
         copied = None
         for chunk in chunks_of(tensors):
@@ -155,7 +155,7 @@ class SharedMemory:
             self._sum(copied)
 
     def abort(self) -> None:
-        """Let a `sum` that waits raise."""
+        """Make a waiting `sum` raise."""
         with self._closing:
             for peer in self._peers.values():
                 with contextlib.suppress(OSError):  # it is closed
@@ -168,7 +168,7 @@ class SharedMemory:
                 peer.close()
 
     def _copy(self, chunk: Chunk) -> None:
-        """Step 1 of a chunk, of a small one with its own stripe."""
+        """Do step 1 of a chunk; of a small chunk copy all stripes."""
         self._wait_for(_SUMMED, self._copied - 1)  # the chunk before the last, which was in this slot
         slot = self._slot(self._rank, self._copied, chunk)
         for of, ends in enumerate(self._stripes(chunk)):
@@ -179,7 +179,7 @@ class SharedMemory:
         self._say(_COPIED)
 
     def _sum(self, chunk: Chunk) -> None:
-        """Steps 2 and 3."""
+        """Do steps 2 and 3 of a chunk."""
         slots, stripes = [self._slot(of, self._summed, chunk) for of in range(self._size)], self._stripes(chunk)
         self._summed += 1
         self._wait_for(_COPIED, self._summed)
@@ -210,7 +210,8 @@ class SharedMemory:
     def _sum_over_hosts(
         self, chunk: Chunk, slots: Sequence[torch.Tensor], join: Callable[[torch.Tensor], None]
     ) -> None:
-        """Between steps 2 and 3: replace what is in the slots, which for the first rank lacks its own stripe."""
+        """Replace the content of the slots by the sum over hosts, between steps 2 and 3; the first rank adds its stripe
+        first."""
         if self._rank:
             self._wait_for(_JOINED, self._summed, (0,))
             return
@@ -222,12 +223,12 @@ class SharedMemory:
         self._say(_JOINED)
 
     def _slot(self, rank: int, number: int, chunk: Chunk) -> torch.Tensor:
-        """The slot of a rank for this chunk, as long as the chunk and of its type."""
+        """The slot of a rank for this chunk, with the chunk's length and dtype."""
         start = SLOT_BYTES * (number % 2)
         return self._memory[rank][start : start + chunk.nbytes].view(chunk.dtype)
 
     def _stripes(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """By rank, from where to where it sums."""
+        """By rank, the range of elements that it sums."""
         cuts = [chunk.count * of // self._size for of in range(self._size + 1)]
         return list(pairwise(cuts))
 
@@ -240,7 +241,7 @@ class SharedMemory:
                 peer.sendall(what, socket.MSG_NOSIGNAL)
 
     def _wait_for(self, what: bytes, count: int, ranks: Iterable[int] | None = None) -> None:
-        """Until each other rank, or each of these, has said this so often."""
+        """Wait until each other rank, or each of `ranks`, has reported this step `count` times."""
         for of in self._peers if ranks is None else ranks:
             peer, heard = self._peers[of], self._heard[of]
             while heard[what] < count:
@@ -261,7 +262,7 @@ _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """In a child that was forked: it would keep the sockets open when its parent is gone."""
+    """Close the sockets in a forked child, which would keep them open after its parent has ended."""
     for one in list(_open):
         one.close()
 
@@ -270,7 +271,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    """out ← one + other; but for halves on this thread alone, as the program's own threads compute meanwhile."""
+    """out ← one + other; except for half precision on this thread alone, as the program's threads compute meanwhile."""
     if out.dtype in (torch.float16, torch.bfloat16):  # NumPy knows no bfloat16, and is slow at float16
         torch.add(one, other, out=out)
     else:
@@ -284,21 +285,21 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def host_of_this_process() -> str:
-    """Name the host: equal for processes that can share memory, of one machine and user."""
+    """Name the host: equal for processes that can share memory, of the same machine and user."""
     return f"{this_machine()} {os.geteuid()}"
 
 
 def connected(
     store: Store, rank: int, size: int, host: str, first_ranks: Callable[[list[int]], Callable[[torch.Tensor], None]]
 ) -> SharedMemory | None:
-    """The memory that the ranks of this host share. None on all ranks if that helps nobody, or one of them cannot.
+    """Connect the ranks of this host to memory that they share. None on all ranks if it helps none, or a rank cannot.
 
     Args:
         store: shared by exactly the ranks of the group, which all call this.
-        rank: of this process within the group.
-        size: of the group.
-        host: the same for ranks that can share memory, see `host_of_this_process`; '' for one that does not.
-        first_ranks: connects the first ranks of the hosts, on these alone, and returns what sums over them.
+        rank: rank of this process within the group.
+        size: number of ranks of the group.
+        host: the same for ranks that can share memory, see `host_of_this_process`; '' for a rank that does not.
+        first_ranks: connects the first ranks of the hosts, called only on them; returns a function that sums over them.
     """
     hosts = _said_by_all(store, "host", rank, size, host)
     if "" in hosts or len(set(hosts)) == size:
@@ -331,12 +332,12 @@ def connected(
 
 
 def _never(_: torch.Tensor) -> None:
-    """Of a rank that is not the first of its host."""
+    """Placeholder for `join` on a rank that is not the first of its host."""
     raise AssertionError("the first rank of this host does that")
 
 
 def _said_by_all(store: Store, what: str, rank: int, size: int, said: str) -> list[str]:
-    """What each rank says."""
+    """Publish a value of this rank, and return the values of all ranks."""
     store.set(f"{what}/{rank}", said)
     return [bytes(store.get(f"{what}/{of}")).decode() for of in range(size)]
 
@@ -349,17 +350,17 @@ def _connect(
     names: Sequence[str],
     join: Callable[[torch.Tensor], None] | None,
 ) -> SharedMemory:
-    """Connect to the ranks below this one, let the others connect, and exchange the memory's descriptors.
+    """Connect to the ranks below this rank, let the others connect, and exchange the memory's descriptors.
 
     Args:
-        listener: where those above this one connect.
-        descriptor: of this rank's memory.
-        ranks, rank, join: as of `SharedMemory`.
-        names: of the listeners, by rank.
+        listener: socket to which the ranks above this rank connect.
+        descriptor: descriptor of this rank's memory.
+        ranks, rank, join: as in `SharedMemory`.
+        names: names of the listeners, by rank.
 
     Raises:
-        OSError: there is no memory, or a rank does not answer.
-        ValueError: somebody else answers.
+        OSError: memory cannot be mapped, or a rank does not answer.
+        ValueError: another process answers.
     """
     peers: list[socket.socket | None] = [None] * len(names)
     memory: list[Any] = [None] * len(names)
@@ -386,7 +387,7 @@ def _connect(
 def _connections(
     listener: socket.socket, rank: int, names: Sequence[str]
 ) -> Iterator[tuple[socket.socket, Sequence[int]]]:
-    """A socket to each other rank, and which ranks may be there."""
+    """A socket to each other rank, and the ranks that may be at its other end."""
     for of, name in enumerate(names[:rank]):
         peer = socket.socket(socket.AF_UNIX)
         try:

@@ -1,4 +1,4 @@
-"""The signature of an operation: what all ranks must agree on."""
+"""The signature of an operation: the facts that all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import cached_property
 from kvdist.protocol.collective import DIGEST_BYTES
 
 JOIN = "join"
-"""The kind of `join`: the other ranks go on, and this one takes part with zeros."""
+"""The kind of `join`: the other ranks go on, and this rank takes part with zeros."""
 REFUSED = "refused: "
-"""How the detail of an operation begins that a rank could not call; the reason follows."""
+"""Begin of the detail of an operation that a rank could not call; the reason follows."""
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
 """The kinds that add and remove a process set; the detail of the latter ends with the set's id."""
 REDUCTIONS = ("allreduce", "grouped allreduce")
@@ -21,9 +21,9 @@ REDUCTIONS = ("allreduce", "grouped allreduce")
 LINEAR_OPS = ("Sum", "Average")
 """Reduction operators that allow it: the first word of the detail."""
 ASIDE = "\x1f"
-"""What follows it in a detail is for people: it is shown, and ranks may differ in it."""
+"""Separates the compared part of a detail from text that is only shown, in which ranks may differ."""
 ALWAYS_AGREED = (JOIN, ADD_SET, REMOVE_SET)
-"""Kinds that always wait for agreement, predicted or not; so does what is refused."""
+"""Kinds that always wait for agreement, predicted or not; so do refused operations."""
 
 
 def kind_of(kind: str, count: int) -> str:
@@ -32,7 +32,7 @@ def kind_of(kind: str, count: int) -> str:
 
 
 def span(names: Sequence[str]) -> str:
-    """The first and the last of some names, and what differs where others are between, or the same in another order."""
+    """The first and the last of some names; with three or more also a checksum of all names in their order."""
     if len(names) < 3:
         return " to ".join(names)
     order = zlib.crc32("\0".join(names).encode("utf-8", "surrogatepass"))
@@ -41,14 +41,14 @@ def span(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """One operation, without the parts in which ranks may differ.
+    """An operation, without the parts in which ranks may differ.
 
     Attributes:
         kind: such as ``allreduce``.
-        name: given by the user; '' for an operation without a name.
+        name: the user's name for it; '' for an operation without a name.
         tensors: of each tensor the dtype and the part of its shape that must agree, such as ``float32[17, 3]``;
             ``float32[*, 3]`` where the ranks may have different numbers of rows.
-        detail: the rest, such as ``Sum`` or ``from rank 0``; what follows `ASIDE` is not compared.
+        detail: the rest, such as ``Sum`` or ``from rank 0``; text after `ASIDE` is not compared.
         device: the kind of device of the tensors, ``cpu`` or ``cuda``.
     """
 
@@ -74,7 +74,7 @@ class Signature:
 
     @cached_property
     def key(self) -> str:
-        """What pairs it with the other ranks' operations: kind and name; '' where their order does."""
+        """Pairs it with the other ranks' operations: kind and name; '' where their order does."""
         return f"{self.kind} {self.name}" if self.name else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks as if they were one."""
+"""Batch normalisation over the batches of all ranks as if they were a single batch."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """The function, with one allreduce of a few numbers for each channel, forward and backward."""
+    """The function, with an allreduce of a few numbers for each channel, forward and backward."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
 """TensorFlow's values through collective operations: at once in eager execution, as an op within a graph.
 
-Ops of a graph run in any order that its edges allow, but ranks must agree on one. So what belongs together is one op,
-such as all gradients of a step, and within a tf.function each of these ops waits for the one before it. In a graph of
-`tf.compat.v1`, where a run asks for some ops only, every op has a name that is the same on all ranks.
+Ops of a graph run in any order that its edges allow, but ranks must agree on an order. So values that belong together
+share an op, such as all gradients of a step, and within a tf.function each of these ops waits for the previous. In a
+graph of `tf.compat.v1`, where a run asks for some ops only, every op has a name that is the same on all ranks.
 
 Values leave TensorFlow as NumPy arrays: one copy each way, and on GPUs a trip to the host. An op keeps the engine that
-was current when it was made, whichever thread runs it.
+was current when it was created, whichever thread runs it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Back = Callable[[list[Any], list[Any]], Sequence[Any]]
 
 
 def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None) -> list[Any]:
-    """Apply a function of torch tensors to copies of TensorFlow's tensors; gradients do not pass.
+    """Apply a function of torch tensors to copies of TensorFlow's tensors; without gradients.
 
     Args:
-        work: gets one torch tensor for each tensor; it may change them.
-        tensors: of TensorFlow, eager or of the graph that is being built.
-        dtypes: of the results; None for those of the tensors.
+        work: gets a torch tensor for each tensor; it may change them.
+        tensors: tensors of TensorFlow, eager or of the graph that is being built.
+        dtypes: dtypes of the results; None for those of the tensors.
 
     Raises:
         CollectiveError: the operation fails, in eager execution. A graph raises an error of TensorFlow with the same
@@ -87,8 +87,8 @@ def _in_graph(run: Callable[..., list[Any]], tensors: Sequence[Any], dtypes: Seq
 def _fail_with(text: Any) -> Any:
     """An op that raises `tf.errors.FailedPreconditionError` unless the text is empty.
 
-    What a Python function raises in a graph can only become other errors. So two values are given to one key of a
-    table, which refuses the second and names the key: the text.
+    Errors that a Python function raises in a graph can only become other errors. So two values are inserted under the
+    same key of a table, which refuses the second and names the key: the text.
     """
     table = tf.raw_ops.AnonymousHashTable(key_dtype=tf.string, value_dtype=tf.int32)
     values = tf.stack([0, tf.strings.length(text)])
@@ -96,10 +96,10 @@ def _fail_with(text: Any) -> Any:
 
 
 def _element(run: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """An op of a session that keeps none of its threads while it waits.
+    """An op of a session that occupies none of the session's threads while it waits.
 
-    An op that calls a Python function keeps one, and ops of one run have no order: once the waiting ones keep all
-    threads, the ones that other ranks wait for never begin. The ops of data sets have threads of their own.
+    An op that calls a Python function occupies a thread, and ops of a run have no order: once waiting ops occupy all
+    threads, the ops that other ranks wait for never begin. The ops of data sets have separate threads.
     """
     # A data set has at least one tensor, and an operation such as join has none.
     data = tf.data.Dataset.from_tensors((tf.zeros([]), *tensors))
@@ -112,7 +112,7 @@ def _element(run: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[A
 
 
 def _of_tensorflow(error: Exception) -> Exception:
-    """The same error as one that is TensorFlow's too, of the class that Horovod's ops raise."""
+    """The same error as an error that is also TensorFlow's, of the class that Horovod's ops raise."""
     is_mismatch = isinstance(error, CollectiveMismatch)
     kind = tf.errors.FailedPreconditionError if is_mismatch else tf.errors.InvalidArgumentError
     own: Any = type(error)
@@ -131,12 +131,12 @@ def operation(
     """Apply a function of torch tensors, with a gradient.
 
     Args:
-        tensors: of TensorFlow, or what becomes such.
+        tensors: tensors of TensorFlow, or values that can be converted.
         work: the function.
-        back: makes the gradients of the tensors from the gradients of the results, which are dense, and the results;
+        back: computes the gradients of the tensors from the gradients of the results, which are dense, and the results;
             None stands for the gradient of integers.
         shapes: the static shapes of the results.
-        dtypes: of the results; None for those of the tensors.
+        dtypes: dtypes of the results; None for those of the tensors.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
@@ -164,7 +164,7 @@ def has_gradient(tensor: Any) -> bool:
 
 
 def of_given(function: Callable[[list[Any]], Sequence[Any]], upstream: Sequence[Any]) -> list[Any]:
-    """Apply a function of gradients to all but None."""
+    """Apply a function of gradients to all gradients but None."""
     results = iter(function([one for one in upstream if one is not None]))
     return [None if one is None else next(results) for one in upstream]
 
@@ -178,7 +178,7 @@ def reduced(
     postscale: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Reduce tensors over the ranks, as one unit; the gradient is reduced in the same way."""
+    """Reduce tensors over the ranks, as a unit; the gradient is reduced in the same way."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     name = named(name, "allreduce", tensors)
 
@@ -195,7 +195,7 @@ def reduced(
 
 
 def gathered(tensors: Sequence[Any], name: str | None, process_set: ProcessSet) -> list[Any]:
-    """Gather the rows of tensors from all ranks, as one unit; the gradient is that of this rank's rows, averaged."""
+    """Gather the rows of tensors from all ranks, as a unit; the gradient is that of this rank's rows, averaged."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     name = named(name, "allgather", tensors)
 
@@ -215,7 +215,7 @@ def _any_rows(tensor: Any) -> Any:
 def _of_own_rows(
     upstream: Sequence[Any], tensors: Sequence[Any], name: str | None, process_set: ProcessSet
 ) -> list[Any]:
-    """The gradients of tensors from those of their gathered rows; None for tensors that have none."""
+    """The gradients of tensors from those of their gathered rows; None for tensors without a gradient."""
     average = functools.partial(reduced, name=of_gradient(name), op=Average, process_set=process_set)
     averages = of_given(average, upstream)
     rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
@@ -226,10 +226,10 @@ def _of_own_rows(
 
 
 def named(name: str | None, kind: str, tensors: Sequence[Any]) -> str | None:
-    """The name of an operation: in the graph of a session a unique one, the same on all ranks.
+    """The name of an operation: in the graph of a session a unique name, the same on all ranks.
 
-    The ops of one run have no order there, so that the ranks pair them by name. Without one it is that of what is sent,
-    as in Horovod: ranks may make their ops in different orders, or leave some out.
+    The ops of a run have no order in a session, so that the ranks pair them by name. Without a name it is derived from
+    the first tensor, as in Horovod: ranks may create their ops in different orders, or leave some out.
     """
     if not tensors or not is_deferred():
         return name
@@ -262,11 +262,11 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 def averaged_gradients(gradients: Sequence[Any], variables: Sequence[Any], options: ReduceOptions) -> list[Any]:
-    """Reduce gradients over the ranks, in one op.
+    """Reduce gradients over the ranks, in a single op.
 
     Args:
         gradients: tensors, `IndexedSlices` or None, which stays None and must be None on all ranks. The ranks' rows of
-            `IndexedSlices` are gathered, and rows can repeat, unless the options say ``sparse_as_dense``.
+            `IndexedSlices` are gathered, and rows can repeat, unless ``options.sparse_as_dense``.
         variables: the variables of the gradients, of TensorFlow or Keras; local ones keep their gradients.
         options: how they are reduced.
 
@@ -307,8 +307,8 @@ def joined_rows(slices: Sequence[Any], parts: Sequence[Any], op: ReduceOp, ranks
     """The `IndexedSlices` of all ranks from the gathered values and indices of each.
 
     Args:
-        slices: of this rank.
-        parts: values and indices of the first, then of the second, and so on.
+        slices: the `IndexedSlices` of this rank.
+        parts: gathered values and indices of the first, then of the second, and so on.
         op: Average or Sum.
         ranks: the number of ranks.
     """
@@ -320,7 +320,7 @@ def joined_rows(slices: Sequence[Any], parts: Sequence[Any], op: ReduceOp, ranks
 
 
 def check_rows(op: ReduceOp) -> None:
-    """Refuse what `IndexedSlices` cannot be reduced by.
+    """Refuse operators that cannot reduce `IndexedSlices`.
 
     Raises:
         NotImplementedError: the operator is neither Average nor Sum.
@@ -333,7 +333,8 @@ def check_rows(op: ReduceOp) -> None:
 
 
 def _in_one_op(dense: Sequence[Any], rows: Sequence[Any], options: ReduceOptions) -> list[Any]:
-    """Reduced tensors, and after them values and indices of gathered rows."""
+    """Reduce tensors and gather rows in a single op. Returns the tensors, then values and indices of each gradient's
+    rows."""
     parts = [tf.convert_to_tensor(part) for one in rows for part in (one.values, one.indices)]
     options = dataclasses.replace(options, name=named(options.name, "allreduce", [*dense, *parts]) or options.name)
     name = f"rows of {options.name}"
@@ -364,7 +365,7 @@ def _dense(gradient: Any, sparse_as_dense: bool) -> Any:
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
-    """Replace variables by those of one rank; in a graph of `tf.compat.v1`, return the op that does it."""
+    """Replace variables by those of the root rank; in a graph of `tf.compat.v1`, return the op that does it."""
     variables = [variable_of(variable) for variable in variables]
     # Names in a session's graph are the same on all ranks; elsewhere each rank numbers them by itself.
     names = [variable.name if is_deferred() else f"variable {i}" for i, variable in enumerate(variables)]
@@ -388,5 +389,5 @@ def is_deferred() -> bool:
 
 
 def variable_of(variable: Any) -> Any:
-    """The TensorFlow variable behind one of Keras, or the variable itself."""
+    """The TensorFlow variable behind a Keras variable, or the variable itself."""
     return variable if isinstance(variable, tf.Variable) else variable.value

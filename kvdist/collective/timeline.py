@@ -1,8 +1,8 @@
 """A timeline of the operations of a rank, which Perfetto and ``chrome://tracing`` open.
 
-A thread rewrites the whole file from time to time, so a valid one exists however the process ends. The trace is bounded
-and keeps its newest events. Rank 0 writes to the given path; other ranks insert their number before the suffix, as in
-``timeline.rank1.json``, so all ranks may be given the same path.
+A thread rewrites the whole file from time to time, so a valid file exists however the process ends. The trace is
+bounded and keeps its newest events. Rank 0 writes to `path` itself; other ranks insert their number before the suffix,
+as in ``timeline.rank1.json``, so all ranks may use the same path.
 
 Events have Horovod's names, and operations too, as in ``allreduce.loss``: ``QUEUE`` until the group's thread takes the
 operation, ``NEGOTIATE_ALLREDUCE`` until all ranks agree on it, ``ALLREDUCE`` until it is done. ``CYCLE_START`` marks
@@ -28,7 +28,7 @@ PAUSE_RATIO = 20
 
 
 class Timeline:
-    """Records nothing: the timeline of a group while none is wanted."""
+    """Records nothing: the timeline of a group without a file."""
 
     def now(self) -> int:
         """The time, in nanoseconds, or 0 where it is not needed."""
@@ -52,8 +52,8 @@ class FileTimeline(Timeline):
     """Records to a file.
 
     Args:
-        path: of rank 0's file.
-        rank: of this process.
+        path: path of rank 0's file.
+        rank: rank of this process.
         marks_cycles: whether to mark when the queue is empty.
 
     Raises:
@@ -118,7 +118,8 @@ class FileTimeline(Timeline):
 
 
 def _verb(kind: str) -> str:
-    """Horovod's word for an operation: members of a group and objects have that of the operation which moves them."""
+    """Horovod's word for an operation: members of a group and objects have that of the operation which transfers
+    them."""
     return kind.removeprefix("grouped ").removesuffix("_object").replace(" ", "_")
 
 
