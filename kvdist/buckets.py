@@ -2,9 +2,9 @@
 
 Subclasses of `GradientBuckets` send full buckets. Invariants:
 
-* Buckets are made in the reverse order of the parameters, roughly the order of a backward pass. They follow from sizes
-  and order alone, so all workers have the same ones. Each has a higher priority than the one before it, because the
-  next forward pass needs the first layers, which are ready last.
+* Buckets are built in the reverse order of the parameters, roughly the order of a backward pass. They follow from sizes
+  and order alone, so all workers have the same buckets. Each has a higher priority than the previous bucket, because
+  the next forward pass needs the first layers, which are ready last.
 * A bucket starts when every replica of all its parameters has accumulated its gradient since the last `complete`, once
   for each pass of a step. `complete` starts the others with the gradients that exist, so a parameter that the loss does
   not depend on delays only its bucket.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 BUCKET_BYTES = 4 << 20
-"""The size at which a bucket is full: small enough that the first one leaves early and a layer of a few MiB travels
+"""The size at which a bucket is full: small enough that the first bucket leaves early and a layer of a few MiB travels
 alone, large enough that biases and norms travel with their layer. A bucket of any size costs a message or two to each
 server."""
 
@@ -36,7 +36,7 @@ REENTRANT = (
     "After a single pass, the parameter is used several times in a checkpoint with use_reentrant=True, which runs a"
     " backward pass within the pass for each use: set use_reentrant=False"
 )
-"""What to do where the gradient of one pass comes in parts."""
+"""Advice for a parameter whose gradient comes in several parts in a single pass."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,7 +45,7 @@ class Bucket:
 
     Attributes:
         members: positions of the parameters, ascending.
-        priority: higher ones are needed earlier.
+        priority: buckets with higher priorities are needed earlier.
     """
 
     members: tuple[int, ...]
@@ -55,7 +55,7 @@ class Bucket:
 def arrange(sizes_bytes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """Buckets over parameters of these sizes, from the last parameter to the first.
 
-    Each ends with the parameter that brings it to `bucket_bytes`, so only the last one may be smaller.
+    Each ends with the parameter that brings it to `bucket_bytes`, so only the last bucket may be smaller.
     """
     buckets: list[Bucket] = []
     members: list[int] = []
@@ -73,8 +73,9 @@ class GradientBuckets(abc.ABC):
     """Watches the gradients of parameters and starts each bucket when it is full.
 
     Args:
-        names: of the parameters, for messages.
-        parameters: the replicas of each, one per device. Parameters without ``requires_grad`` are not watched.
+        names: names of the parameters, for messages.
+        parameters: the replicas of each parameter, one per device. Parameters without ``requires_grad`` are not
+            watched.
         bucket_bytes: the size of a bucket, counted on one device.
         buckets: the buckets, if they do not follow from sizes.
         passes: backward passes whose gradients add up before a bucket is full.
@@ -166,7 +167,7 @@ class GradientBuckets(abc.ABC):
         self._is_open = False
         self._started: set[Bucket] = set()
         self._next = 0
-        """In order: the position of the first bucket that has not started."""
+        """If `in_order`: the position of the first bucket that has not started."""
         self._missing = {
             bucket: {(member, device): self._passes for member in bucket.members for device in range(self._num_devices)}
             for bucket in self.buckets
@@ -194,7 +195,7 @@ class GradientBuckets(abc.ABC):
                 self._start_full(bucket)
 
     def _start_full(self, bucket: Bucket) -> None:
-        """Start a full bucket and full ones that waited for it, unless it has to wait itself."""
+        """Start a full bucket and full buckets that waited for it, unless it has to wait itself."""
         if not self._in_order:
             self.start(bucket)
             self._started.add(bucket)

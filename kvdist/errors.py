@@ -15,7 +15,7 @@ class ConfigError(KvdistError, ValueError):
 
 
 class AuthenticationError(ConfigError):
-    """The cluster does not accept the keys of this process; the message says what to check, and where."""
+    """The cluster does not accept the keys of this process; the message advises which settings to check."""
 
 
 class KeyNotInitialised(KvdistError, KeyError):
@@ -69,7 +69,8 @@ class ForkError(KvdistError, RuntimeError):
 
 
 class DeadlineExceeded(KvdistError, TimeoutError):
-    """A wait has exceeded its deadline; the message says for which answer, from which process, since when."""
+    """A wait has exceeded its deadline; the message names the awaited answer, its process, and the start of the
+    wait."""
 
 
 class BarrierTimeout(DeadlineExceeded):
@@ -151,12 +152,12 @@ def first_line(error: BaseException) -> str:
 
 
 INCOMPLETE = "the others cannot go on, as the cluster was not complete yet"
-"""What a scheduler says of a loss before all were there, and the launcher after it."""
+"""A scheduler's explanation of a loss before the cluster was complete, repeated by the launcher."""
 NO_COPY = (
     "no other process has its weights. --replicas 1 (KVDIST_REPLICAS) lets another server keep a copy and go on; with"
     " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot (not of a dist_async store)"
 )
-"""What a scheduler says of a lost server where the job could have gone on with a copy."""
+"""A scheduler's advice about a lost server when a replica would have let the job go on."""
 EXITED = "exited with code "
 """Start of a cause that is known from an exit code."""
 UNHANDLED = "ended by an unhandled "

@@ -1,8 +1,8 @@
-"""``kvdist estimate``: what each way of training together would make of machines of given speeds, by a simple model.
+"""``kvdist estimate``: what each way of training together would achieve on machines of known speeds, by a simple model.
 
-Pure arithmetic; ``kvdist doctor`` applies it to measured speeds and lines. A *batch* is what each machine takes for a
-step; at speed 1 its step takes `step_s`. An exchange of all gradients or weights among k machines, by a ring or by
-servers on the same machines, takes 2 (k - 1) / k of their bytes over the slowest line. Rates are batches in a second.
+Pure arithmetic; ``kvdist doctor`` applies it to measured speeds and lines. A *batch* is a machine's share of a step; at
+speed 1 its step takes `step_s`. An exchange of all gradients or weights among k machines, by a ring or by servers on
+the same machines, takes 2 (k - 1) / k of their bytes over the slowest line. Rates are batches in a second.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 BACKWARD = 2 / 3
-"""Of the time of a step; DDP exchanges gradients during it."""
+"""Fraction of a step's time that the backward pass takes; DDP exchanges gradients during it."""
 STALE = 0.8
-"""What a gradient is worth that may be of the weights before: on equal machines a quota of gradients needed 1.23 times
-as long as DDP to the same accuracy (a simulation, with everything tuned for each)."""
+"""Value of a gradient that may be of the previous weights: on equal machines a quota of gradients needed 1.23 times as
+long as DDP to the same accuracy (a simulation, with everything tuned for each)."""
 LOCAL_BATCHES = 8
-"""Of each machine in an exchange of ``quota(..., local_steps=True)``, or as many as hide the exchange."""
+"""Batches of each machine in an exchange of ``quota(..., local_steps=True)``, or as many as hide the exchange."""
 WITHOUT_SERVERS = ("-s", "0", "--security", "none")
 """Words for ``kvdist-launch``: collectives between machines, which cannot be encrypted."""
 OF_COLLECTIVES = "with kv.create('collective'), or DDP by torchrun"
 COMMAND = "python train.py"
 """The user's command in a line to paste."""
 LOCAL_STEPS = 100
-"""Between two exchanges of ``diloco``, and the most of a quota."""
+"""Steps between two exchanges of ``diloco``, and upper limit of the batches of each machine in a quota."""
 ALIKE = 0.05
-"""Modes that differ by less are equally good; the first of them is the simplest."""
+"""Relative difference below which modes are equally good; the first of them is the simplest."""
 MEASURED_S = 0.5
 BATCH = 32
 """Examples in the batch of a machine, unless `batch` is set."""
 SIDE = 512
-"""Of the square matrices that are multiplied to measure a machine."""
+"""Size of the square matrices that are multiplied to measure a machine."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class MachineSpeed:
     """A machine.
 
     Attributes:
-        name: of its host.
-        speed: how many batches it makes while a machine of speed 1 makes one.
+        name: name of its host.
+        speed: number of batches it computes while a machine of speed 1 computes one.
         mb_per_s: megabytes (10⁶ bytes) in a second over the slowest of its lines, in the slower direction.
     """
 
@@ -54,13 +54,13 @@ class MachineSpeed:
 
 @dataclass(frozen=True)
 class Mode:
-    """What a way of training would do.
+    """The estimate for a way of training.
 
     Attributes:
-        name: what to write or start.
-        rate: batches in a second that are worth as much as those of one machine.
-        why: what limits it.
-        machines: the names of those that take part.
+        name: the policy, store or command that selects it.
+        rate: effective batches in a second: a batch of a machine that trains alone counts as 1.
+        why: the limiting factor.
+        machines: the names of the machines that take part.
         options: words for ``kvdist-launch``.
         note: a comment on the line that starts a job in this mode; '' for no comment.
     """
@@ -74,11 +74,11 @@ class Mode:
 
 
 def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float, batch: int = BATCH) -> list[Mode]:
-    """What each mode would do, the simplest first.
+    """The estimate for each mode, the simplest mode first.
 
     Args:
-        machines: one or more.
-        parameters: how many float32 weights the model has.
+        machines: the machines; at least one.
+        parameters: number of float32 weights of the model.
         step_s: seconds that a batch takes at speed 1, without any exchange.
         batch: examples in a batch.
     """
@@ -125,7 +125,7 @@ def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float, ba
 
 
 def best_of(found: Sequence[Mode]) -> Mode:
-    """The fastest, or the simplest of those that are hardly slower."""
+    """The fastest mode, or the simplest of those that are hardly slower."""
     most = max(mode.rate for mode in found)
     return next(mode for mode in found if mode.rate >= (1 - ALIKE) * most)
 
@@ -135,7 +135,7 @@ def line_to_paste(mode: Mode, hosts: Sequence[str] = ()) -> str:
 
     Args:
         mode: the mode.
-        hosts: the words that tell ``kvdist-launch`` the hosts; none: a list of the names of the machines.
+        hosts: the words that tell ``kvdist-launch`` the hosts; empty: a list of the names of the machines.
     """
     words = [*(hosts or ("-H", ",".join(mode.machines))), "-n", str(len(mode.machines)), *mode.options]
     line = COMMAND if len(mode.machines) == 1 else f"kvdist-launch {shlex.join(words)} {COMMAND}"
@@ -143,7 +143,7 @@ def line_to_paste(mode: Mode, hosts: Sequence[str] = ()) -> str:
 
 
 def estimate(found: Sequence[Mode]) -> str:
-    """The table of modes, and which one to take."""
+    """The table of modes, and the recommended mode."""
     width = max(len(mode.name) for mode in found)
     alone = found[0].rate
     lines = [f"{'':<{width}}  × alone  limited by"]
@@ -167,7 +167,7 @@ def measure_gflops() -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``kvdist estimate``, and as `command` what answers."""
+    """Add the arguments of ``kvdist estimate``, and the function that answers as `command`."""
     parser.add_argument("--speeds", type=positives, nargs="+", metavar="V", help="machine speeds; the fastest is 1")
     parser.add_argument(
         "--mb-per-s", type=positives, nargs="+", metavar="MB", help="network speed of each machine, or of all"
@@ -187,10 +187,10 @@ def add_model_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def positive(text: str) -> float:
-    """A number above 0.
+    """Parse a number above 0.
 
     Raises:
-        argparse.ArgumentTypeError: the text is none.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         value = float(text)

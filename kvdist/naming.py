@@ -1,4 +1,4 @@
-"""How messages for people name keys, and say who is waited for."""
+"""How messages for people name keys and awaited workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LISTED_MAX = 3
 LISTED_WORKERS_MAX = 8
 """Workers that a message lists."""
 MODEL = re.compile(r"\d+ parameters, trained are [-\d, ]*(names [0-9a-f]+)?")
-"""How the statement of a Trainer begins."""
+"""Begin of the statement of a Trainer."""
 
 
 class NamedKey(int):
-    """A key that is a number and says what it is called, such as a `kvdist.Trainer`'s ``'layer1.weight'``.
+    """A numeric key with a name for messages, such as a `kvdist.Trainer`'s ``'layer1.weight'``.
 
-    It equals the number, and takes its place everywhere. The name travels with the declaration of the key, so that the
-    scheduler and the servers can say it too.
+    It equals the number, and replaces it everywhere. The name travels with the declaration of the key, so that the
+    scheduler and the servers can use it too.
     """
 
     name: str
@@ -38,16 +38,16 @@ class NamedKey(int):
 
 
 def name_of(key: object) -> str:
-    """What to call a key in a message: ``'layer1.weight'``, ``parameter 7 of shape (10, 4)``, ``key 'fc1'``."""
+    """The name of a key in a message: ``'layer1.weight'``, ``parameter 7 of shape (10, 4)``, ``key 'fc1'``."""
     return key.name if isinstance(key, NamedKey) else f"key {key!r}"
 
 
 def names_of(keys: Sequence[object], count: int | None = None) -> str:
-    """What to call several keys, the first ones by name: ``4 keys ('fc1', 'fc2', 'fc3', …)``.
+    """The description of several keys, the first by name: ``4 keys ('fc1', 'fc2', 'fc3', …)``.
 
     Args:
-        keys: the keys, or at least the first ones.
-        count: how many keys there are; None: all are given.
+        keys: the keys, or at least the first.
+        count: number of keys; None is that of `keys`.
     """
     count = len(keys) if count is None else count
     if count == 1:
@@ -57,10 +57,10 @@ def names_of(keys: Sequence[object], count: int | None = None) -> str:
 
 
 def minority_first(said: Iterable[tuple[int, Statement]]) -> list[tuple[str, Statement]]:
-    """Who says what: the workers that say the same together, the fewest first.
+    """Group workers by their statement, the smallest group first. Returns the names of each group, and its statement.
 
     Args:
-        said: the rank of each worker, and what it says.
+        said: rank and statement of each worker.
     """
     groups: dict[Statement, list[int]] = {}
     for rank, statement in sorted(said, key=lambda one: one[0]):
@@ -69,7 +69,7 @@ def minority_first(said: Iterable[tuple[int, Statement]]) -> list[tuple[str, Sta
 
 
 def workers_of(ranks: Sequence[int]) -> str:
-    """``worker-0, worker-1 and worker-3``; of many the first ones, and how many more."""
+    """``worker-0, worker-1 and worker-3``; of many the first, and the number of the others."""
     names = [f"worker-{rank}" for rank in ranks[:LISTED_WORKERS_MAX]]
     more = len(ranks) - len(names)
     *others, last = [*names, f"{more} more"] if more else names
@@ -77,16 +77,16 @@ def workers_of(ranks: Sequence[int]) -> str:
 
 
 def who_says_what(said: Iterable[tuple[int, str]]) -> str:
-    """What workers say that do not agree: ``worker-1 says: 3; worker-0 and worker-2 say: 2``."""
+    """Statements of workers that disagree, as a text such as ``worker-1 says: 3; worker-0 and worker-2 say: 2``."""
     return "; ".join(f"{who} {'say' if ' ' in who else 'says'}: {text}" for who, text in minority_first(said))
 
 
 def model_of(statement: str) -> str:
-    """What the statement of a Trainer says of its model alone; '' of any other statement."""
+    """The part of a Trainer's statement that describes only its model; '' of any other statement."""
     found = MODEL.match(statement)
     return "" if found is None else found[0].rstrip(", ")
 
 
 def waiting(seconds: float, who: str, deed: str) -> str:
-    """The sentence of every long wait: for how long, for whom, to do what."""
+    """The sentence of every long wait: its duration, the awaited process, and the awaited action."""
     return f"waiting {seconds:.1f} s for {who} to {deed}"

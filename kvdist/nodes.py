@@ -1,8 +1,8 @@
 """Roles, names and incarnations of processes.
 
-A `NodeId` is a seat in the cluster ("worker-3"). A `Member` is one process that sits there: a restarted
-worker-3 is the same node and another member. Messages go to members, never to seats, so nothing meant for a
-dead process can reach its replacement.
+A `NodeId` names a place in the cluster ("worker-3"). A `Member` is a process in that place: a restarted worker-3 is the
+same node and another member. Messages go to members, never to nodes, so no message meant for a dead process can reach
+its replacement.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Role(enum.Enum):
 
 
 UNRANKED = 0xFFFFFFFF
-"""The rank of a process to which the scheduler has not given one yet."""
+"""The rank of a process before the scheduler has assigned one."""
 
 
 @dataclass(frozen=True, slots=True, order=False)
 class NodeId:
-    """A seat in the cluster: a role and a rank counted from 0 within the role."""
+    """A place in the cluster: a role and a rank counted from 0 within the role."""
 
     role: Role
     rank: int
@@ -44,9 +44,9 @@ class NodeId:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process in a seat.
+    """A process in a place of the cluster.
 
-    `incarnation` is given by the scheduler at registration and strictly increases; before that it is the random
+    `incarnation` is assigned by the scheduler at registration and strictly increases; before that it is the random
     token with which the process introduced itself (then `node.rank` is `UNRANKED`).
     """
 
@@ -58,11 +58,12 @@ class Member:
 
 
 HOST_MARK = ";shm="
-"""Behind an endpoint: what processes that can read each other's memory have in common, a dot, and the process."""
+"""Separates an endpoint from its host mark: a token shared by processes that can read each other's memory, a dot, and
+the process."""
 
 
 def host_of(endpoint: str) -> str:
-    """What an endpoint says of its host; '' if nothing. Processes whose hosts are equal can share memory."""
+    """The host in the host mark of an endpoint; '' without a mark. Processes whose hosts are equal can share memory."""
     _, mark, host = endpoint.rpartition(HOST_MARK)
     return host.partition(".")[0] if mark else ""
 
@@ -71,10 +72,10 @@ SCHEDULER = NodeId(Role.SCHEDULER, 0)
 
 
 def worker(rank: int) -> NodeId:
-    """The seat of the worker of that rank."""
+    """The node of the worker with that rank."""
     return NodeId(Role.WORKER, rank)
 
 
 def server(rank: int) -> NodeId:
-    """The seat of the server of that rank."""
+    """The node of the server with that rank."""
     return NodeId(Role.SERVER, rank)

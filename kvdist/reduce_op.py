@@ -1,4 +1,4 @@
-"""Reduction operators with Horovod's names and numbers. Neither torch nor MXNet is imported here."""
+"""Reduction operators with Horovod's names and numbers. This module imports neither torch nor MXNet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Average = ReduceOp.Average
 Sum = ReduceOp.Sum
 """The sum over the ranks."""
 Adasum = ReduceOp.Adasum
-"""The adaptive sum of Adasum: orthogonal gradients are added, parallel ones averaged."""
+"""The adaptive sum of Adasum: orthogonal gradients are added, parallel gradients averaged."""
 Min = ReduceOp.Min
 """The smallest value, element by element."""
 Max = ReduceOp.Max
@@ -34,7 +34,7 @@ def op_of(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
     """The operator for Horovod's two arguments.
 
     Raises:
-        ValueError: both are given, or the operator is unknown.
+        ValueError: both arguments are set, or the operator is unknown.
     """
     if average is not None and op is not None:
         raise ValueError(

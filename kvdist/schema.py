@@ -1,7 +1,7 @@
-"""Hyper-parameters as data: what kind of value each field of a rule takes, and the check of one value.
+"""Hyper-parameters as data: what kind of value each field of a rule takes, and the check of a value.
 
-Optimizers and learning-rate schedules are dataclasses whose fields are made by `number`, `optional_number`, `whole`,
-`word`, `text` and `flag`. The same schema checks what a user types and what arrives from the network.
+Optimizers and learning-rate schedules are dataclasses whose fields are created by `number`, `optional_number`, `whole`,
+`word`, `text` and `flag`. The same schema checks values that a user types and values that arrive from the network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 Value = str | float | int | bool | None
-"""What a description may hold."""
+"""Types of the values of a description."""
 
 WHOLE_MAX = (1 << 53) - 1
 """The largest whole number of a description: up to it whole numbers and floats agree."""
@@ -29,7 +29,8 @@ _Number = TypeVar("_Number", float, int)
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """What one hyper-parameter may be. Bounds are inclusive but for `below`; a text is one of `words`, if any."""
+    """The allowed values of a hyper-parameter. Bounds are inclusive except `below`; a text must be among `words`, if
+    any."""
 
     kind: type[float] | type[int] | type[bool] | type[str]
     optional: bool = False
@@ -95,7 +96,7 @@ def whole(default: Any = dataclasses.MISSING, *, at_least: int) -> Any:
 
 
 def word(default: str, *others: str) -> Any:
-    """A field that holds one of a few words."""
+    """A field that holds a word out of a few."""
     return _field(default, Schema(str, words=(default, *others)))
 
 
@@ -129,7 +130,7 @@ def schema_of(cls: type[Any], *, without: Collection[str] = ()) -> dict[str, Sch
         without: fields that are checked elsewhere.
 
     Raises:
-        TypeError: a field was made without one of the functions above.
+        TypeError: a field was created without one of the functions above.
     """
     schemas: dict[str, Schema] = {}
     for field in dataclasses.fields(cls):
@@ -145,7 +146,7 @@ def schema_of(cls: type[Any], *, without: Collection[str] = ()) -> dict[str, Sch
 
 
 def _shown(value: object) -> str:
-    """A value that is wrong, for a message: its text where that is short, else its type alone."""
+    """A wrong value for a message: its text if short, else its type alone."""
     text, kind = repr(value), type(value).__name__
     is_short = len(text) <= SHOWN_MAX and "\n" not in text and " at 0x" not in text
     return f"{text} of type {kind}" if is_short else f"a {kind}"
@@ -155,7 +156,7 @@ def real_number(name: str, value: object) -> float:
     """Return `value`, which is a number.
 
     Raises:
-        TypeError: it is not a real number (a bool is not one here).
+        TypeError: it is not a real number (a bool does not count).
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {_shown(value)}")
@@ -166,7 +167,7 @@ def finite_number(name: str, value: object) -> float:
     """Return `value` as a float.
 
     Raises:
-        TypeError: it is not a real number (a bool is not one here).
+        TypeError: it is not a real number (a bool does not count).
         ValueError: it is infinite, NaN or too large.
     """
     try:
@@ -182,7 +183,7 @@ def whole_number(name: str, value: object) -> int:
     """Return `value` as an int.
 
     Raises:
-        TypeError: it is not a whole number (neither a bool nor a float is one here).
+        TypeError: it is not a whole number (neither a bool nor a float counts).
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, not {_shown(value)}")

@@ -53,8 +53,8 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
 LOG = logging.getLogger("kvdist")
 
 OBJECTS_PER_COLLECTION = 100_000
-"""Many keys make many objects that stay. Python's default, a collection after each 700 new ones, would take as long as
-making them."""
+"""Net allocations of objects between two garbage collections. Many keys create many objects that stay; with Python's
+default of 700, collections would take as long as creating them."""
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ def import_optimizers(names: Sequence[str]) -> None:
     """Import the modules in which the operator's own optimizers are registered.
 
     Raises:
-        ConfigError: one cannot be imported, or registers no optimizer.
+        ConfigError: a module cannot be imported, or registers no optimizer.
     """
     advice = "registers no optimizer: decorate its classes with @kvdist.optimizer.register"
     _import("optimizer", names, registered, advice)
@@ -122,7 +122,7 @@ def import_server_modules(names: Sequence[str]) -> None:
     """Import the modules in which the operator's own optimizers and handlers of commands are registered.
 
     Raises:
-        ConfigError: one cannot be imported, or registers neither.
+        ConfigError: a module cannot be imported, or registers neither.
     """
     advice = (
         "registers nothing: decorate optimizers with @kvdist.optimizer.register, and handlers of commands with"
@@ -170,11 +170,11 @@ def _scheduler(config: ClusterConfig) -> Node:
 
 
 def _check_listening(config: ClusterConfig, descriptor: int) -> None:
-    """Check the socket that the launcher has made, where others are to find this scheduler.
+    """Check that the launcher's listening socket is the address at which others dial this scheduler.
 
     Raises:
-        ConfigError: it listens somewhere else, or its file is gone.
-        JobOver: its file is gone, and an earlier scheduler removes it when the job is over.
+        ConfigError: it listens at another address, or its file does not exist.
+        JobOver: its file does not exist, because an earlier scheduler removed it when the job was over.
     """
     endpoint = endpoint_of_listener(descriptor)
     is_tcp = endpoint.startswith("tcp://")
@@ -196,7 +196,7 @@ def _check_listening(config: ClusterConfig, descriptor: int) -> None:
 
 
 def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
-    """A scheduler; in the place of one that was killed, if there is a journal of it."""
+    """A scheduler with its node; it continues for a killed scheduler if that left a journal."""
     machine = Scheduler(config, time.monotonic(), random.SystemRandom().getrandbits(48) + 2)
     journal = _journal(config)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
@@ -206,7 +206,7 @@ def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
 
 
 def _journal(config: ClusterConfig) -> Journal | None:
-    """The journal of the scheduler, if there is to be one."""
+    """The journal of the scheduler; None if it keeps none."""
     if config.journal is None or not config.away_s:
         return None
     from kvdist.runtime.journal import Journal, sweep  # a feature at a seam: loaded where it is used
@@ -237,7 +237,7 @@ def _server(config: ClusterConfig) -> Node:
 
 
 def _disk() -> ThreadedDisk:
-    """The disk, below the folder that this process allows: peers name folders."""
+    """The disk, restricted to the folder that this process allows, as peers name folders."""
     root, snapshots = checkpoint_root_from_env(), read_setting("KVDIST_SNAPSHOTS")
     if snapshots is not None and not Path(snapshots).absolute().is_relative_to(root):
         raise ConfigError(
@@ -274,8 +274,8 @@ def _listen(node: Node) -> None:
 def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
     """The event in a line of the launcher; None for a line of another form.
 
-    The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``.
-    What has ended may be followed by ``life 2``: how often a process of this rank had been started before it.
+    The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``. A
+    line about an end may continue with ``life 2``: how often the process of this rank had been restarted.
     """
     words, life = line.split(), 0
     if len(words) == 7 and words[0] == "ended" and words[5] == "life" and words[6].isdigit():

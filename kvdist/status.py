@@ -1,6 +1,6 @@
 """``kvdist status``: the jobs of this user on this machine, by the environments of their processes in ``/proc``.
 
-A worker's subprocesses inherit its environment, so of the processes with the same job, role and rank the oldest counts.
+A worker's subprocesses inherit its environment, so only the oldest process with the same job, role and rank counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 PROC = Path("/proc")
 ROLES = ("scheduler", "server", "worker")
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger"}
-"""Letter of a process state in ``/proc/PID/stat`` → words; any other one is of a process that runs, or waits."""
+"""Letter of a process state in ``/proc/PID/stat`` → words; processes with other letters run or wait."""
 HERE = {"", "127.0.0.1", "localhost"}
 """Addresses of the scheduler of a job on this machine."""
 
@@ -26,7 +26,7 @@ class JobProcess:
 
     Attributes:
         job: the job's id; '' if it was started without the launcher.
-        role, rank: its place; the rank is -1 where the scheduler gives it.
+        role, rank: its role and rank; the rank is -1 if the scheduler assigns it.
         started: clock ticks from the start of the machine to that of the process.
         scheduler: the address of the job's scheduler.
     """

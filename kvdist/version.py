@@ -1,3 +1,3 @@
-"""The version, in a module of its own so that every floor may know it."""
+"""The version, in a separate module so that every layer may import it."""
 
 __version__ = "0.3.0.dev0"

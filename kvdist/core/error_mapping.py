@@ -1,4 +1,4 @@
-"""How the end of a job, or the refusal of a request, becomes an exception, alike wherever it is raised."""
+"""Exceptions for the end of a job and for refused requests, the same wherever they are raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFUSALS: dict[int, type[errors.KvdistError]] = {
 
 
 def refusal(code: int, text: str) -> errors.KvdistError:
-    """A request was refused, for the reason of this code."""
+    """The exception for a refused request, by the code of the reason."""
     return _REFUSALS.get(code, errors.KvdistError)(text)
 
 
@@ -34,33 +34,34 @@ def verdict(message: msg.Abort) -> errors.KvdistError:
 def scheduler_lost(
     endpoint: str, me: Member, cause: str = "its connection closed and did not come back"
 ) -> errors.PeerLostError:
-    """The scheduler itself is gone, or cannot be reached; `me` noticed."""
+    """The exception for the loss of the scheduler itself, which `me` noticed."""
     return errors.PeerLostError(
         f"scheduler (at {endpoint}) was lost: {cause}; noticed by {me}", "scheduler", endpoint, cause
     )
 
 
 def scheduler_away(endpoint: str, me: Member, away_s: float) -> errors.PeerLostError:
-    """The scheduler is gone; `me` has waited for it to be started again."""
+    """The exception for a scheduler that was not restarted while `me` waited."""
     if not away_s:
         return scheduler_lost(endpoint, me)
     return scheduler_lost(endpoint, me, f"it was not started again within {away_s:g} s (KVDIST_SCHEDULER_AWAY_S)")
 
 
 def link_lost(member: Member, host: str, me: Member, reason: str) -> errors.PeerLostError:
-    """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
+    """The exception for a connection of `me` to `member` that is lost for good, without an explanation by the
+    scheduler."""
     cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"
     return errors.PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
 
 
 def unreachable(member: Member, host: str, me: Member, reason: str) -> errors.PeerLostError:
-    """`member` is there, but nothing that `me` says gets through to it."""
+    """The exception for a live `member` that messages of `me` do not reach."""
     cause = f"{me} cannot reach it: {reason}"
     return errors.PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
 
 
 def replicas_differ(me: Member, own: int, others: int) -> errors.ConfigError:
-    """`me` was started with another number of copies than the scheduler."""
+    """The exception for a process `me` whose number of replicas differs from the scheduler's."""
     return errors.ConfigError(
         f"{me} was started with KVDIST_REPLICAS={own} and the scheduler with {others}: give all processes the same"
     )

@@ -1,13 +1,13 @@
-"""Exactly once and in order, over connections that may break at any byte.
+"""Exactly-once delivery in order, over connections that may break at any byte.
 
-The transport delivers in order but loses what was under way when a connection breaks (and does not say which messages
-those were). `Reliable` wraps a machine and mends that: it numbers messages per pair of members, keeps each one
-until it is acknowledged, repeats what is missing, drops what comes twice before looking at it, and refuses what
-comes from another job, from a former life, or is meant for one. Acknowledgements are cumulative and ride on every
-message; they travel alone only when nothing else is going that way.
+The transport delivers in order but loses messages in flight when a connection breaks (and does not report which).
+`Reliable` wraps a machine and mends that: it numbers messages per pair of members, keeps each until it is acknowledged,
+retransmits missing messages, drops duplicates before looking at them, and refuses messages that come from another job
+or from an earlier incarnation, or are meant for one. Acknowledgements are cumulative and ride on every message; they
+travel alone only when no other message goes that way.
 
-Rules that the simulator checks: a machine sees each sequenced message of a peer exactly once and in order; a token
-is returned exactly once; an older incarnation changes nothing.
+Rules that the simulator checks: a machine sees each sequenced message of a peer exactly once and in order; a token is
+returned exactly once; an older incarnation changes nothing.
 """
 
 from __future__ import annotations
@@ -25,56 +25,57 @@ from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, Coded
 
 ACK_DELAY_S = 0.02
-"""An acknowledgement waits this long for a message to ride on."""
+"""Time that an acknowledgement waits for a message to ride on."""
 RETRY_S = 2.0
 """Silence after which the oldest unacknowledged message is repeated; doubles up to `RETRY_MAX_S`."""
 RETRY_MAX_S = 16.0
 SLOWEST_BYTES_PER_S = 1 << 14
-"""What is under way on a slow line is not lost: each payload byte of it gives the peer that much longer to answer. This
-is a share of 1 Mbit/s for each of eight workers, on which every message went twice without it. What a broken connection
-has lost does not wait for this: it is said again at once when there is a new one."""
+"""Assumed rate of the slowest lines: each payload byte in flight gives the peer that much longer to acknowledge before
+a retransmission. The rate is a share of 1 Mbit/s for each of eight workers, on which every message went twice without
+this allowance. Messages lost with a broken connection do not wait for it: they are retransmitted as soon as there is a
+new connection."""
 ANSWER_S_MAX = 300.0
-"""The most that this makes the peer's time longer, so that a message that was lost without a broken connection is said
-again within minutes, however much is under way."""
+"""Upper limit of that allowance, so that a message that was lost without a broken connection is retransmitted within
+minutes, however many bytes are in flight."""
 FRUITLESS_CONNECTIONS_MAX = 5
-"""This many connections in a row without any acknowledgement of the peer end the link."""
+"""Number of consecutive connections without any acknowledgement of the peer that end the link."""
 
 SPARE_ENTRIES = 64
-"""This many stale places in a heap are never worth a clearing."""
+"""Number of stale entries in a heap that are never worth a cleanup."""
 
 
 class Due(Protocol):
-    """What can be due."""
+    """An item with a due time."""
 
     listed: float
-    """The time of its place in the heap, kept by `Deadlines`; NEVER if it has none."""
+    """The time of its entry in the heap, kept by `Deadlines`; NEVER without an entry."""
 
     @property
     def due(self) -> float:
-        """When something has to be done for it, or NEVER."""
+        """When the item needs attention, or NEVER."""
 
 
 Thing = TypeVar("Thing", bound=Due)
 
 
 class Deadlines(Generic[Thing]):
-    """Which of many things is due first, without a look at all of them at each message.
+    """Finds the first due item of many, without a look at all of them at each message.
 
-    A server has a link to each of a thousand workers, and asks at every message how long it may wait. Things stand in a
-    heap by when they were due. One that is due later by now stays there and is put right when it comes to the top; one
-    that is due earlier is entered again, and its former place is stale.
+    A server has a link to each of a thousand workers, and asks at every message how long it may wait. Items are in a
+    heap by the times when they were due. An item that is due later by now stays in place and is corrected when it comes
+    to the top; an item that is due earlier is entered again, and its earlier entry is stale.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Thing]] = []
         self._entered = 0
-        """How many places there have ever been: each has a number, in this order."""
+        """Number of entries so far, which numbers the entries in order."""
         self._listed = 0
-        """Things with a place."""
+        """Number of items with a valid entry."""
 
     @property
     def first(self) -> float:
-        """When the first of all is due, or NEVER."""
+        """When the first item is due, or NEVER."""
         while self._heap:
             listed, _, thing = self._heap[0]
             if listed == thing.listed == thing.due:
@@ -86,7 +87,7 @@ class Deadlines(Generic[Thing]):
         return fx.NEVER
 
     def enter(self, thing: Thing) -> None:
-        """A thing may be due earlier than it was. If it is due later, or never, this need not be called."""
+        """Enter an item that may be due earlier than before. Unnecessary if it is due later, or never."""
         due = thing.due
         if due >= thing.listed:
             return
@@ -99,7 +100,7 @@ class Deadlines(Generic[Thing]):
             heapq.heapify(self._heap)
 
     def pop_due(self, now: float) -> Iterator[Thing]:
-        """The things that are due, the first one first. The caller does what each is due for."""
+        """Yield the due items, earliest first. The caller does the work that each is due for."""
         while self.first <= now:
             thing = heapq.heappop(self._heap)[2]
             self._forget(thing)
@@ -113,48 +114,49 @@ class Deadlines(Generic[Thing]):
 
 @dataclass(slots=True)
 class PeerLink:
-    """What is known about the traffic with one member."""
+    """The state of the traffic with a member."""
 
     peer: Member
     next_seq: int = 1
     unacknowledged: deque[tuple[int, msg.Message, object]] = field(default_factory=deque)
     received: int = 0
-    """Every message up to this number has been handed to the machine."""
+    """Every message up to this number has been passed to the machine."""
     flying_bytes: int = 0
-    """Of the payloads that are not acknowledged."""
+    """Payload bytes that are not acknowledged."""
     owed_bytes: int = 0
     ack_due: float = fx.NEVER
     retry_s: float = RETRY_S
     retry_due: float = fx.NEVER
     listed: float = fx.NEVER
-    """Its place in the heap of due times."""
+    """The time of its entry in the heap of due times."""
     broken: bool = False
     asked_at: int = -1
-    """The value of `received` at which a repetition was asked for, so that one gap asks once."""
+    """The value of `received` at which a retransmission was requested, so that a gap is requested once."""
     fruitless: int = 0
-    """Connections that were made anew since anything was acknowledged, while something waited for that."""
+    """Number of connections since the last acknowledgement that were opened while messages waited for an
+    acknowledgement."""
 
     @property
     def acknowledged(self) -> int:
-        """Every message up to this number has arrived, or was taken back."""
+        """Every message up to this number has arrived, or was withdrawn."""
         return self.next_seq - len(self.unacknowledged) - 1
 
     @property
     def due(self) -> float:
-        """When something has to be said, whatever happens."""
+        """When an acknowledgement or a retransmission is due."""
         return min(self.ack_due, self.retry_due)
 
     def expect_answer(self, now: float) -> None:
-        """From now on the peer has a while to acknowledge what is under way."""
+        """Start the time that the peer has to acknowledge the messages in flight."""
         patience_s = self.retry_s + min(self.flying_bytes / SLOWEST_BYTES_PER_S, ANSWER_S_MAX)
         self.retry_due = now + patience_s if self.unacknowledged else fx.NEVER
 
 
 class Reliable:
-    """A machine with an orderly line to each of its peers. Has the machine's verbs, for packets.
+    """A machine with a reliable link to each of its peers. Has the machine's methods, for packets.
 
     Args:
-        machine: who reacts to the messages.
+        machine: handles the messages.
         job: the job's tag; packets of another job are refused.
     """
 
@@ -198,7 +200,7 @@ class Reliable:
         return effects + self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
 
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
-        """React to something that is not a packet."""
+        """Handle an event that is not a packet."""
         effects: list[fx.Effect] = []
         if isinstance(event, fx.PeerDisconnected) and event.member in self.links:
             self.links[event.member].broken = True
@@ -214,7 +216,7 @@ class Reliable:
         return effects + self._stamped(self.machine.observe(event, now), now)
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Send the acknowledgements and repetitions that are due, then let the machine tick."""
+        """Send the acknowledgements and retransmissions that are due, then let the machine tick."""
         effects: list[fx.Effect] = []
         for link in self._dues.pop_due(now):
             if link.retry_due <= now:
@@ -227,15 +229,15 @@ class Reliable:
         return effects
 
     def perform(self, action: Callable[[], list[fx.Effect]], now: float) -> list[fx.Effect]:
-        """Run any other method of the machine and stamp what it sends."""
+        """Run any other method of the machine and stamp the messages that it sends."""
         return self._stamped(action(), now)
 
     def rejection(self, reason: str, asked: msg.Stamp | None = None, is_over: bool = False) -> msg.Packet:
-        """A refusal, which says nothing of this job or process that a stranger could use.
+        """A refusal, which reveals nothing about this job or process that a stranger could use.
 
         Args:
-            reason: what to tell the other side.
-            asked: of the message that is refused; None if it cannot be read.
+            reason: the text for the other side.
+            asked: the stamp of the refused message; None if it cannot be read.
             is_over: see `Rejected`.
         """
         role = self.machine.me.node.role
@@ -258,12 +260,12 @@ class Reliable:
         self.machine.validate()
 
     def is_apart(self, member: Member) -> bool:
-        """Whether the connection to a member is broken, as far as is known."""
+        """Whether the connection to a member is known to be broken."""
         link = self.links.get(member)
         return link is not None and link.broken
 
     def refusal(self, packet: msg.Packet) -> str | None:
-        """None to accept a packet, a sentence to refuse it with, or '' to drop it without a word."""
+        """None to accept a packet, a sentence to refuse it with, or '' to drop it silently."""
         stamp, me = packet.stamp, self.machine.me
         if isinstance(packet.message, msg.Rejected):
             # It does not name its sender, but only a process that we have sent something to knows our incarnation.
@@ -279,11 +281,13 @@ class Reliable:
         return self.machine.refuses(stamp.source, packet.message)
 
     def is_stranger(self, stamp: msg.Stamp) -> bool:
-        """Whether the sender of something that is refused was never heard here: not a former life of this job."""
+        """Whether the sender of a refused message is unknown to this process: not an earlier incarnation of this
+        job."""
         return stamp.job != self.job or stamp.source not in self.links
 
     def _introduced(self, effects: Sequence[fx.Effect], now: float) -> list[fx.Effect]:
-        """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
+        """Handle the effects of a stranger's message. If it registers a member, this is a connection to it, perhaps a
+        new one."""
         stamped = self._stamped(effects, now)
         for effect in effects:
             if isinstance(effect, fx.Bind):
@@ -312,7 +316,7 @@ class Reliable:
         return self._stamped(self.machine.acknowledged(link.peer, tokens, now), now) if tokens else []
 
     def _sequence(self, link: PeerLink, seq: int, message: msg.Message, now: float) -> list[fx.Effect] | None:
-        """None if the message is the next one; else what to do instead of handling it."""
+        """None if the message is the next in order; else the effects in place of handling it."""
         if seq == link.received + 1:
             link.received = seq
             link.owed_bytes += _payload_bytes(message)
@@ -347,7 +351,8 @@ class Reliable:
         return stamped
 
     def _forget(self, member: Member, now: float) -> list[fx.Effect]:
-        """Repeat nothing to a member that has left. What it said stays known, should an echo of it arrive."""
+        """Retransmit nothing to a member that has left. The numbers of its messages stay known, should duplicates
+        arrive."""
         link = self._link(member)
         tokens = [token for _, _, token in link.unacknowledged if token is not None]
         link.unacknowledged.clear()
@@ -406,7 +411,7 @@ def _unreachable(link: PeerLink) -> fx.Unreachable:
 
 
 def _forgotten(link: PeerLink, ack: int) -> errors.KvdistError:
-    """A scheduler hears of messages that it does not know to have sent."""
+    """The error of a scheduler that receives acknowledgements of messages that it does not remember to have sent."""
     return errors.FencedError(
         f"{link.peer} has heard {ack - link.next_seq + 1} message(s) of this scheduler that it knows nothing of: its"
         " journal lacks its end, as after a loss of power, so it must not go on. Start the job again, from a checkpoint"
@@ -414,7 +419,7 @@ def _forgotten(link: PeerLink, ack: int) -> errors.KvdistError:
 
 
 def _forgetful(link: PeerLink) -> fx.Unreachable:
-    """A scheduler has acknowledged messages, and does not know it any more."""
+    """The event for a scheduler that has acknowledged messages and no longer knows them."""
     return fx.Unreachable(
         link.peer,
         "it has come back without what it had acknowledged: its journal lacks its end, as after a loss of power",

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of values that a process has touched since it started. What its transport copies is counted there.
+    """Bytes of values that a process has touched since it started. The transport counts its copies itself.
 
-    copied_in: a worker copied them to where they are sent from.
-    copied_out: a worker copied them from where they arrived to where the user wants them.
-    summed: a server, or the worker that sums for its host, read them as contributions.
-    joined: a server copied them together, because they are small.
-    passed_on: the worker that sums for its host copied them to where the others read them.
+    copied_in: a worker copied them to the buffer that they are sent from. copied_out: a worker copied them from the
+    received buffer to the user's array. summed: a server, or the worker that sums for its host, read them as
+    contributions. joined: a server copied them together, because they are small. passed_on: the worker that sums for
+    its host copied them to memory that the others of the host read.
     """
 
     copied_in: int = 0

@@ -1,11 +1,10 @@
-"""Keras' optimizers, made to average gradients over the ranks before they use them.
+"""Keras' optimizers that average gradients over the ranks before they use them.
 
-The optimizer that is given becomes of a subclass of its class, under the same name, so that its state stays what it is
-and what is saved of it is what Keras saves of the class. The gradients are reduced in `apply`, which every loop of
-Keras comes to.
+A distributed optimizer is the same object; its class becomes a subclass with the same name, so its state and its saved
+form stay those of the original class. The gradients are reduced in `apply`, which every loop of Keras calls.
 
-With a `LossScaleOptimizer` it is that one, the outermost, whose gradients are reduced: its test for finite gradients
-then sees the same ones on all ranks, and all of them skip a step or none.
+With a `LossScaleOptimizer` the gradients of that outermost optimizer are reduced: its test for finite gradients then
+sees the same gradients on all ranks, and all of them skip a step or none.
 """
 
 from __future__ import annotations
@@ -132,10 +131,10 @@ def PartialDistributedOptimizer(
 
 
 def variables_of(local_layers: Any) -> list[Any]:
-    """The trainable variables of a layer, of some, or of none.
+    """The trainable variables of a layer, of a list of layers, or of None.
 
     Raises:
-        ValueError: something is not a layer, or has not been built.
+        ValueError: an entry is not a layer, or has not been built.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
@@ -160,17 +159,17 @@ def check_groups(num_groups: int, groups: Any) -> None:
 
 
 class Distributing(Distributed):
-    """A base before the optimizer's own class in the method resolution order."""
+    """First base of the class of a distributed optimizer, in front of the optimizer's class."""
 
     kvdist_distribution: Distribution
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Use the average of the ranks' gradients."""
+        """Apply the average of the ranks' gradients."""
         own: Callable[..., None] = super().apply  # type: ignore[misc]
         self.kvdist_distribution.apply(self, list(grads), trainable_variables, own)
 
     def register_local_var(self, var: Any) -> None:
-        """Keep the gradients of a variable each rank's own."""
+        """Keep the gradients of a variable local to each rank."""
         self.kvdist_distribution.keep_local(var)
 
 
@@ -194,10 +193,10 @@ def release(optimizer: Any) -> Distribution:
 
 
 def with_outermost_distributed(optimizer: Any) -> Any:
-    """An optimizer whose outermost part is the one that is distributed.
+    """Move the distribution to the outermost optimizer, and return that.
 
-    `Model.compile` puts a `LossScaleOptimizer` around the optimizer of a model in half precision, and that one would
-    look at the gradients of its own rank alone.
+    `Model.compile` wraps the optimizer of a model in half precision in a `LossScaleOptimizer`, which would otherwise
+    check only the gradients of its rank.
     """
     scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scales_loss and not isinstance(optimizer, Distributing) and isinstance(optimizer.inner_optimizer, Distributing):
@@ -206,7 +205,7 @@ def with_outermost_distributed(optimizer: Any) -> Any:
 
 
 class Distribution:
-    """What happens to the gradients of one optimizer.
+    """Handles the gradients of an optimizer: accumulates them over passes and reduces them over the ranks.
 
     Args:
         options: how they are reduced over the ranks.
@@ -220,12 +219,12 @@ class Distribution:
         self._count: Any = None
         self._sums: list[Any] = []
         self._summed: set[int] = set()
-        """The variables that have had a gradient."""
+        """Positions of the variables that have had a gradient."""
 
     def apply(
         self, optimizer: Any, grads: list[Any], variables: Sequence[Any] | None, own: Callable[..., None]
     ) -> None:
-        """Call the optimizer's own `apply` with the gradients of all ranks."""
+        """Call the optimizer's undistributed `apply` (`own`) with the reduced gradients."""
         if self._options.passes == 1:
             self._step(grads, variables, own)
             return
@@ -248,7 +247,7 @@ class Distribution:
         )
 
     def keep_local(self, variable: Any) -> None:
-        """Keep the gradients of a variable each rank's own."""
+        """Keep the gradients of a variable local to each rank."""
         value = value_of(variable)
         self._options.local[id(value)] = value
 
@@ -263,7 +262,7 @@ class Distribution:
             self._step_by_adasum(grads, variables, own)
 
     def _step_by_adasum(self, grads: list[Any], variables: Sequence[Any], own: Callable[..., None]) -> None:
-        """Combine the changes of the ranks' own steps: rules with a state do not commute with Adasum."""
+        """Combine the changes of the ranks' local steps: rules with a state do not commute with Adasum."""
         shared = [variable for variable in variables if id(value_of(variable)) not in self._options.local]
         before = [keras.ops.copy(value_of(variable)) for variable in shared]
         own(grads, variables)

@@ -1,7 +1,7 @@
 """Values of Keras through collective operations, on every backend.
 
-On the torch backend variables and gradients are torch's tensors and go as they are. On TensorFlow's they go through
-`kvdist.collective.tensorflow_bridge`, which is imported only there.
+On the torch backend variables and gradients are torch's tensors and are sent unchanged. On TensorFlow's they go through
+`kvdist.collective.tensorflow_bridge`, which is imported only on that backend.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def _reduced(gradients: Sequence[Any], variables: Sequence[Any], options: Reduce
 
 
 def value_of(variable: Any) -> Any:
-    """The backend's variable behind one of Keras, or the variable itself."""
+    """The backend's variable behind a Keras variable, or the variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Replace Keras variables by those of one rank."""
+    """Replace Keras variables by those of the root rank."""
     if keras.backend.backend() == "tensorflow":
         from kvdist.collective.tensorflow_bridge import broadcast_variables
 
@@ -133,7 +133,7 @@ def reducescatter(
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """A tensor of its own with the value of a number, an array or a backend's tensor; Python's numbers keep 64 bits."""
+    """A new tensor with the value of a number, an array or a backend's tensor; Python's numbers keep 64 bits."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return torch.from_numpy(array_of(value).copy())

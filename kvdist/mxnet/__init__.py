@@ -1,7 +1,7 @@
 """Horovod's names for MXNet, as in ``import kvdist.mxnet as hvd``, over kvdist's servers.
 
 Neither torch nor numba is imported: MXNet 1.9.1 needs a NumPy that they do not work with. A call is done when it
-returns, and nothing is done to arrays behind it: MXNet's engine is waited for.
+returns, and arrays do not change afterwards: calls wait for MXNet's engine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LOG = logging.getLogger("kvdist")
 
 
 def init() -> None:
-    """Become a rank of a job with servers, or in a process that is alone rank 0 of 1; a second call only warns.
+    """Become a rank of a job with servers, or in a process without a job rank 0 of 1; a second call only warns.
 
     Raises:
         ConfigError: the job has several processes and no servers; the message has the line to type.
@@ -93,7 +93,7 @@ def shutdown() -> None:
 
 
 def _tell_awaited() -> None:
-    """Name the parameters that were to be broadcast as soon as they have a value, and have none at the end."""
+    """Warn of parameters that were to be broadcast as soon as they had a value, and never got one."""
     for ranks in of_process:
         if ranks.awaited:
             LOG.warning(
@@ -114,7 +114,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of processes that train."""
+    """The number of training processes."""
     return current().world.size
 
 
@@ -145,21 +145,21 @@ def allreduce(
     tensor: MXArray, average: bool | None = None, name: str | None = None, priority: int = 0,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, op: ReduceOp | None = None,
 ) -> MXArray:  # fmt: skip
-    """Average or sum an array over the ranks, into a new one of its shape, dtype, context and storage type.
+    """Average or sum an array over the ranks, into a new array of its shape, dtype, context and storage type.
 
     Args:
         tensor: dense or row_sparse, of float16, float32, float64, int8, int32, int64 or uint8. Averages and scaled sums
             of integers are cut toward zero.
-        average: True, the default, for the mean, False for the sum; or give `op`.
-        name: by which ranks pair operations; without one they pair by shape, dtype and order.
+        average: True, the default, for the mean, False for the sum; or pass `op`.
+        name: the name by which ranks pair operations; without a name they pair by shape, dtype and order.
         priority: higher goes first.
-        prescale_factor: of the arrays before they are summed.
-        postscale_factor: of the result.
+        prescale_factor: factor of the arrays before they are summed.
+        postscale_factor: factor of the result.
         op: `Average` or `Sum`.
 
     Raises:
-        TypeError: it is not an array of MXNet, or not of such a dtype.
-        ValueError: both `average` and `op` are given, or `op` is another operator.
+        TypeError: `tensor` is not an array of MXNet, or not of such a dtype.
+        ValueError: both `average` and `op` are set, or `op` is another operator.
         InitMismatch: ranks differ in names, shapes, dtypes or operators; all of them raise.
     """
     _require_arrays("allreduce", [tensor])
@@ -179,7 +179,7 @@ def grouped_allreduce(
     tensors: Sequence[MXArray], average: bool | None = None, name: str | None = None, priority: int = 0,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, op: ReduceOp | None = None,
 ) -> list[MXArray]:  # fmt: skip
-    """Average or sum several arrays by one exchange, into new ones. Everything else is as for `allreduce`."""
+    """Average or sum several arrays by one exchange, into new arrays. Everything else is as for `allreduce`."""
     copies = _copies("grouped_allreduce", tensors)
     return grouped_allreduce_(copies, average, name, priority, prescale_factor, postscale_factor, op)
 
@@ -200,15 +200,15 @@ def grouped_allreduce_(
 
 
 def allgather(tensor: MXArray, name: str | None = None, priority: int = 0) -> MXArray:
-    """Concatenate the arrays of all ranks along their first dimension, in rank order, into a new one.
+    """Concatenate the arrays of all ranks along their first dimension, in rank order, into a new array.
 
     Args:
-        tensor: dense, of one dimension or more. Ranks may differ in the first one.
+        tensor: dense, of at least one dimension. Ranks may differ in the first dimension.
         name: for messages.
         priority: without effect.
 
     Raises:
-        TypeError: it is not such an array of MXNet.
+        TypeError: `tensor` is not such an array of MXNet.
         InitMismatch: ranks differ in dtypes, or in other dimensions than the first; all of them raise.
     """
     _require_arrays("allgather", [tensor])
@@ -230,13 +230,13 @@ def broadcast_(tensor: MXArray, root_rank: int, name: str | None = None, priorit
 
     Args:
         tensor: dense, of the same shape and dtype on all ranks.
-        root_rank: whose values they are.
-        name: by which ranks pair operations; without one they pair by shape, dtype and order.
+        root_rank: the rank whose values all ranks get.
+        name: the name by which ranks pair operations; without a name they pair by shape, dtype and order.
         priority: higher goes first.
 
     Raises:
-        TypeError: it is not a dense array of MXNet.
-        ValueError: there is no such rank.
+        TypeError: `tensor` is not a dense array of MXNet.
+        ValueError: `root_rank` is not a rank of the job.
         InitMismatch: ranks differ in names, shapes, dtypes or roots; all of them raise.
     """
     _require_arrays("broadcast_", [tensor])
@@ -246,20 +246,20 @@ def broadcast_(tensor: MXArray, root_rank: int, name: str | None = None, priorit
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """Get the object of one rank: there `obj` itself, on the others a copy.
+    """Get the object of the root rank: on the root `obj` itself, on the others a copy.
 
     None, bool, int, float, str, bytes, list, tuple, set, dict, arrays of NumPy and dense arrays of MXNet can be sent,
     nested up to 64 levels.
 
     Args:
         obj: the object; ignored on ranks other than the root.
-        root_rank: whose object it is.
+        root_rank: the rank whose object all ranks get.
         name: without effect.
 
     Raises:
         CollectiveError: on ranks other than the root, the object cannot be sent.
-        TypeError, ValueError: on the root, the object cannot be sent, and the message says which part of it.
-        ValueError: there is no such rank.
+        TypeError, ValueError: on the root, the object cannot be sent, and the message names the part.
+        ValueError: `root_rank` is not a rank of the job.
     """
     _require_root(root_rank)
     is_root = rank() == root_rank
@@ -281,15 +281,15 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Replace parameters by those of one rank; one without a shape yet as soon as it has a value.
+    """Replace parameters by those of the root rank; a parameter without a shape yet as soon as it has a value.
 
     Args:
-        params: ``net.collect_params()``, or a dict of parameters or arrays, such as ``module.get_params()`` has two.
-        root_rank: whose parameters they are.
-        prefix: of the names in messages.
+        params: ``net.collect_params()``, or a dict of parameters or arrays, such as either of ``module.get_params()``.
+        root_rank: the rank whose parameters all ranks get.
+        prefix: prefix of the names in messages.
 
     Raises:
-        TypeError: `params` is something else, or has something else.
+        TypeError: `params` is of another type, or contains values of another type.
         RuntimeError: a parameter was not initialised.
         InitMismatch: ranks differ in names, shapes or dtypes; all of them raise.
     """

@@ -1,7 +1,7 @@
 """MXNet's arrays as NumPy's and as kvdist's rows, and results back into them.
 
-An array in host memory is not copied: what is returned shows its memory, until MXNet computes with it again. So it is
-used within one call of the store, and no longer.
+An array in host memory is not copied: the NumPy array shows its memory, until MXNet computes with it again. So it is
+used within a single call of the store, and no longer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Array: TypeAlias = NDArray[Any]
 
 
 def listed(key: Any, value: Any) -> tuple[list[Any], list[list[MXArray]]]:
-    """Keys, and for each the list of its arrays, one for a device, of any spelling that MXNet allows.
+    """Keys, and for each the list of its arrays (an array for each device), from any spelling that MXNet allows.
 
     Raises:
-        ValueError: there are not as many values as keys.
+        ValueError: the numbers of keys and values differ.
     """
     is_list = isinstance(key, (list, tuple))
     keys, values = (list(key), list(value)) if is_list else ([key], [value])
@@ -41,7 +41,7 @@ def listed(key: Any, value: Any) -> tuple[list[Any], list[list[MXArray]]]:
 
 
 def is_sparse(array: MXArray) -> bool:
-    """Whether an array has rows only.
+    """Whether an array is row_sparse.
 
     Raises:
         MXNetError: it is sparse in another way.
@@ -53,7 +53,7 @@ def is_sparse(array: MXArray) -> bool:
 
 
 def read(array: MXArray) -> Any:
-    """What is pushed or a first value: a NumPy array that shows a dense one, or `RowSparse` with copies."""
+    """A value to push or initialise: a NumPy array that shows a dense array, or `RowSparse` with copies."""
     if is_sparse(array):
         return RowSparse(array.indices.asnumpy().astype(np.int64), array.data.asnumpy(), array.shape)
     array.wait_to_read()
@@ -62,7 +62,7 @@ def read(array: MXArray) -> Any:
 
 
 def room(array: MXArray) -> Array:
-    """Where a result goes that `write` then gives to a dense array: its own memory, if NumPy can write there.
+    """Memory for a result that `write` then assigns to a dense array: the array's memory, if NumPy can write to it.
 
     MXNet must be done with the array, reading included.
     """
@@ -71,7 +71,7 @@ def room(array: MXArray) -> Array:
 
 
 def write(results: Sequence[Array], arrays: Sequence[MXArray]) -> None:
-    """Assign what was received in other memory than an array's own."""
+    """Assign results that were received in other memory than the arrays'."""
     for result, array in zip(results, arrays, strict=True):
         if result.flags.owndata:
             with autograd.pause():
@@ -80,7 +80,8 @@ def write(results: Sequence[Array], arrays: Sequence[MXArray]) -> None:
 
 @contextmanager
 def written(outs: Sequence[Sequence[MXArray]]) -> Iterator[list[list[Array]]]:
-    """Room for the results of keys, which the arrays of `outs`, a list for each key, have when the block ends."""
+    """Yield memory for the results of keys, which are assigned to the arrays of `outs`, a list for each key, at the
+    end."""
     mx.nd.waitall()  # once: waiting to write costs a thread's turn for each array
     rooms = [[room(one) for one in arrays] for arrays in outs]
     yield rooms
@@ -96,7 +97,7 @@ def write_rows(rows: RowSparse, array: MXArray) -> None:
 
 
 def memory_of(array: MXArray) -> Array | None:
-    """An array that shows the memory of a dense one; None where NumPy cannot see it."""
+    """An array that shows the memory of a dense array; None where NumPy cannot see it."""
     pointer, shape, dtype = ctypes.c_void_p(), array.shape, np.dtype(array.dtype)  # MXNet looks them up each time
     size = math.prod(shape)
     if array.context.device_type != "gpu" and size:
@@ -127,7 +128,7 @@ def scaled(values: Any, factor: float, divisor: int = 1) -> Any:
 
 
 def leaf_of(value: object) -> Leaf | None:
-    """How a dense array of MXNet travels within an object.
+    """The form in which a dense array of MXNet travels within an object.
 
     Raises:
         TypeError: it is row_sparse.

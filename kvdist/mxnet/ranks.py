@@ -1,11 +1,11 @@
-"""What workers do together with MXNet's arrays, by a store of the type ``dist`` without an optimizer: servers only sum.
+"""Operations of workers on MXNet's arrays, by a store of the type ``dist`` without an optimizer: servers only sum.
 
 Invariants:
 
 * A call is done when it returns.
-* A key says what it stands for: its name, shape, dtype, and the operator. Workers compare new keys before a value
-  travels, so that a difference is an error on all of them.
-* Bytes of different lengths are gathered in one table of rows, in which each worker has a range of its own.
+* A key consists of its name, shape, dtype, and the operator. Workers compare new keys before a value travels, so that a
+  difference is an error on all of them.
+* Bytes of different lengths are gathered in a single table of rows, in which each worker has a separate range.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvdist.reduce_op import Average, ReduceOp, Sum
 
 SIZES, TABLE = "sizes of what ranks gather", "what ranks gather"
 ROW_ELEMENTS = 512
-"""Of that table; of int64, so that a row has 4096 bytes."""
+"""Elements of a row of the table of gathered bytes; int64, so that a row has 4096 bytes."""
 ROW_BYTES = 8 * ROW_ELEMENTS
 ROWS_MAX = 1 << 20
-"""Of one worker in that table."""
+"""Largest number of rows of a worker in that table."""
 
 Group = tuple[str, Sequence[MXArray]]
-"""A name, the same on all workers, and this worker's arrays of that name: one for each device."""
+"""A name, the same on all workers, and this worker's arrays of that name, an array for each device."""
 
 
 class Ranks:
@@ -43,8 +43,8 @@ class Ranks:
 
     Attributes:
         store: their store.
-        world: who this worker is.
-        awaited: parameters that are to be broadcast once they have a value → what they are called.
+        world: this worker's rank, and the size and machines of the job.
+        awaited: parameter that is to be broadcast once it has a value → its name.
     """
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ class Ranks:
         """Replace arrays by their sums over devices and workers, which an average divides by the number of workers.
 
         Args:
-            groups: dense and row_sparse arrays; of the row_sparse ones each gets the rows that any worker has.
+            groups: dense and row_sparse arrays; each row_sparse array gets the rows that any worker has.
             op: `Sum` or `Average`.
             priority: higher goes first.
-            before, after: factors of what is summed, and of the result.
+            before, after: factors of the summands, and of the result.
         """
         keyed = [(f"{name} of {described(arrays[0])}, {op.name}", arrays) for name, arrays in groups]
         self._declare(keyed)
@@ -95,7 +95,7 @@ class Ranks:
                 write_rows(rows, array)
 
     def broadcast(self, groups: Sequence[Group], root: int, priority: int = 0) -> None:
-        """Replace dense arrays, those of all devices, by the first one of a worker.
+        """Replace dense arrays, those of all devices, by the first array of a worker.
 
         Raises:
             TypeError: an array is row_sparse.
@@ -111,7 +111,7 @@ class Ranks:
                 self.store.pushpull([key for key, _ in keyed], given, rooms, priority)
 
     def _declare(self, keyed: Sequence[Group]) -> None:
-        """Give new keys the shapes and dtypes of their arrays, once all workers have named the same ones."""
+        """Initialise new keys with the shapes and dtypes of their arrays, once all workers have named the same keys."""
         fresh = {key: arrays[0] for key, arrays in keyed if key not in self._declared}
         if not fresh:
             return
@@ -134,10 +134,10 @@ class Ranks:
         return [decode_from(rank, octets, array_of) for rank, octets in enumerate(gathered)]
 
     def gather(self, octets: Octets) -> list[Octets]:
-        """The bytes that each worker gives; their numbers may differ.
+        """The bytes of each worker; their lengths may differ.
 
         Raises:
-            ValueError: this worker gives more than the table has room for.
+            ValueError: this worker's bytes do not fit in the table.
         """
         rank, nbytes = self.world.rank, np.zeros(self.world.size, np.int64)
         nbytes[rank] = len(octets)
@@ -155,11 +155,11 @@ class Ranks:
 
 
 of_process: list[Ranks] = []
-"""Those that `init` has made: one, or none."""
+"""The `Ranks` that `init` has created; empty before `init`."""
 
 
 def current() -> Ranks:
-    """The ranks that this process is one of.
+    """The ranks of this process's job.
 
     Raises:
         ConfigError: `init` was not called.
@@ -170,10 +170,10 @@ def current() -> Ranks:
 
 
 def require_same(told: Sequence[Sequence[str]]) -> None:
-    """Compare what the workers are about to exchange, item by item.
+    """Compare the descriptions of the workers' next exchange, item by item.
 
     Raises:
-        InitMismatch: they differ; it names the first difference.
+        InitMismatch: they differ; the message names the first difference.
     """
     for items in zip_longest(*told, fillvalue="nothing more"):
         said = [f"{who} {'give' if ' ' in who else 'gives'} {item}" for who, item in minority_first(enumerate(items))]

@@ -15,7 +15,7 @@ from kvdist.mxnet.ranks import current
 
 
 class Compression:
-    """How gradients travel: `none`, as they are, or `fp16`, float32 as halves."""
+    """How gradients travel: `none`, unchanged, or `fp16`, float32 as float16."""
 
     none = None
     fp16 = "float16"
@@ -25,11 +25,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     """An optimizer that averages gradients over the ranks before each update.
 
     For ``gluon.Trainer(params, optimizer, kvstore=None)`` and ``module.fit(data, kvstore=None, optimizer=optimizer)``.
-    It has the attributes and methods of the optimizer that it is made of.
+    It has the attributes and methods of the optimizer that it wraps.
 
     Args:
-        optimizer: one of MXNet's, or of a class derived from theirs.
-        gradient_predivide_factor: gradients are divided by it before they are summed, and multiplied by it after that.
+        optimizer: an optimizer of MXNet, or of a class derived from theirs.
+        gradient_predivide_factor: divisor of gradients before they are summed; the sums are multiplied by it.
         num_groups: without effect: the gradients of a step travel together in any case.
 
     Raises:
@@ -65,7 +65,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._update_by("update", index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As `update`; weights of halves that have masters in float32 are updated through these."""
+        """As `update`; weights in half precision that have float32 masters are updated through these."""
         self._update_by("update_multi_precision", index, weight, grad, state)
 
     def _update_by(self, method: str, *columns: Any) -> None:
@@ -88,21 +88,21 @@ _OWN = {"_optimizer", "_predivide", "_update_by", "aggregate_num", "rescale_grad
 
 
 class DistributedTrainer(mx.gluon.Trainer):
-    """A `gluon.Trainer` that averages gradients over the ranks, by one exchange in a step.
+    """A `gluon.Trainer` that averages gradients over the ranks, by a single exchange in a step.
 
-    It may be made before parameters have shapes or are initialised. ``step(batch_size)`` divides by the examples of
+    It may be created before parameters have shapes or are initialised. ``step(batch_size)`` divides by the examples of
     this rank alone, since gradients are averaged; those of several devices are summed.
 
     Args:
         params, optimizer, optimizer_params: as for `gluon.Trainer`.
-        compression: ``Compression.fp16`` lets gradients of float32 travel, and be summed, as halves.
-        gradient_predivide_factor: gradients are divided by it before they are summed, and multiplied by it after that.
+        compression: ``Compression.fp16`` lets gradients of float32 travel, and be summed, as float16.
+        gradient_predivide_factor: divisor of gradients before they are summed; the sums are multiplied by it.
         prefix: without effect: trainers cannot take each other's gradients.
         num_groups: without effect: the gradients of a step travel together in any case.
         kvstore: None.
 
     Raises:
-        TypeError: the optimizer is not MXNet's, or `kvstore` or an unknown compression is given.
+        TypeError: the optimizer is not MXNet's, `kvstore` is not None, or the compression is unknown.
         ValueError: a number is out of range.
     """
 
@@ -175,7 +175,7 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def _name_of(optimizer: Any, index: Any) -> str:
-    """What a parameter is called that an optimizer updates."""
+    """The name of a parameter that an optimizer updates."""
     parameter = optimizer.param_dict.get(index)
     return str(optimizer.idx2name.get(index, index) if parameter is None else parameter.name)
 

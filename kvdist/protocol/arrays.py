@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 8
 
 
 class _InFrames:
-    """Arrays back to back in one payload frame or several; each frame holds whole arrays."""
+    """Arrays back to back in one or more payload frames; each frame holds whole arrays."""
 
     __slots__ = ()
     payload: Payload | tuple[Payload, ...]
@@ -49,7 +49,7 @@ class Arrays(_InFrames):
 
     Attributes:
         dtypes: (n,) codes of `kvdist.dtypes.DType`.
-        counts: (n,) elements of each.
+        counts: (n,) elements of each array.
         payload: all bytes.
         encoding: 0 = the elements themselves.
     """
@@ -61,7 +61,7 @@ class Arrays(_InFrames):
 
 
 class Encoding(enum.IntEnum):
-    """How elements of float32 are encoded; WIRE.md says what the bytes mean. A code never gets a second meaning."""
+    """Encodings of float32 elements; WIRE.md specifies the bytes. A code never gets a second meaning."""
 
     TWO_BIT = 1
     ONE_BIT = 2
@@ -74,11 +74,11 @@ class Encoding(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coded(_InFrames):
-    """Arrays of float32 in one encoding. The bytes of an array follow from its number of entries.
+    """Arrays of float32 in the same encoding. The bytes of an array follow from its number of entries.
 
     Attributes:
         counts: (n,) elements of each array, 0 for an empty contribution.
-        entries: (n,) how many of them travel: all, but for top-k.
+        entries: (n,) number of elements that travel: all, except for top-k.
         encoding: the code of the encoding.
         parameter: the threshold of 2-bit and 1-bit, else 0.
         payload: all bytes.
@@ -96,7 +96,7 @@ class Coded(_InFrames):
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to where the next array of a payload may start."""
+    """`nbytes` rounded up to the offset at which the next array of a payload may start."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -130,10 +130,10 @@ def offsets(dtypes: U8, counts: U32) -> tuple[npt.NDArray[np.int64], int]:
 class PayloadView:
     """A payload seen as its arrays, read-only and without a copy.
 
-    A frame whose address is not a multiple of 8 (a transport may hand out any) is copied once as a whole.
+    A frame whose address is not a multiple of 8 (a transport may deliver any) is copied once as a whole.
 
     Raises:
-        ValueError: the payload is not as long as dtypes and counts say.
+        ValueError: the length of the payload contradicts dtypes and counts.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -167,7 +167,7 @@ class PayloadView:
         ]
 
     def _alike(self, frame: int, begin: int, counts: list[int], code: int) -> list[npt.NDArray[Any]]:
-        """Arrays of one type in one frame, from entry `begin` on; at least one."""
+        """Arrays of the same dtype in the same frame, from entry `begin` on; at least one."""
         base, itemsize, count = self._bases[frame], int(ITEMSIZES[code]), counts[0]
         typed, before = base.view(_STORAGE[code]), int(self._ends[frame]) - len(base)
         firsts = (self._starts[begin : begin + len(counts)] - before) // itemsize
@@ -177,9 +177,9 @@ class PayloadView:
         return [typed[first : first + size] for first, size in zip(firsts.tolist(), counts, strict=True)]
 
     def stretch(self, begin: int, end: int, dtype: DType) -> npt.NDArray[Any]:
-        """The entries `begin` to `end`, all of one dtype, as one 1-D array that shows the padding too.
+        """The entries `begin` to `end`, all of the same dtype, as a single 1-D array that includes the padding.
 
-        One copy if they lie in several frames.
+        A copy if they lie in several frames, else a view.
         """
         start = int(self._starts[begin])
         stop = int(self._starts[end]) if end < len(self._starts) else self._total
@@ -212,7 +212,7 @@ def _aligned(frame: Payload) -> npt.NDArray[np.uint8]:
 
 
 def views(arrays: Arrays) -> list[npt.NDArray[Any]]:
-    """One array per entry; see `PayloadView`."""
+    """A list with an array per entry; see `PayloadView`."""
     return PayloadView(arrays).arrays(0, len(arrays.counts))
 
 
@@ -233,7 +233,7 @@ INDEX = np.dtype("<u4")
 """The index of a top-k entry; all indices of an array stand before all values."""
 VALUE = np.dtype("<f4")
 BLOCK = 256
-"""How many elements of scaled integers have a scale; all scales of an array stand before all codes."""
+"""Number of elements of scaled integers that share a scale; all scales of an array stand before all codes."""
 INTEGER_BITS: dict[int, int] = {Encoding.INT8: 8, Encoding.INT4: 4}
 """Bits of a scaled integer."""
 _ENCODINGS = frozenset(int(encoding) for encoding in Encoding)
@@ -276,11 +276,11 @@ def check_coded(coded: Coded, decoded_bytes_max: int) -> None:
     """Refuse encoded arrays that do not fit together, before their payload is read.
 
     Args:
-        coded: the arrays; its lists have one length.
-        decoded_bytes_max: what all of them may have together when they are decoded.
+        coded: the arrays; its lists have the same length.
+        decoded_bytes_max: largest total size of the decoded arrays, in bytes.
 
     Raises:
-        ProtocolError: says what does not fit.
+        ProtocolError: a value does not fit; the message names it.
     """
     if type(coded.encoding) not in (int, Encoding) or coded.encoding not in _ENCODINGS:
         raise errors.ProtocolError(f"unknown encoding {ascii(coded.encoding)[:40]}")
@@ -306,10 +306,10 @@ def _is_float32(number: float) -> bool:
 
 
 def check_indices(coded: Coded) -> None:
-    """Check the indices of top-k entries in a payload of the right size, in one pass.
+    """Check the indices of top-k entries in a payload of the right size, in a single pass.
 
     Raises:
-        ProtocolError: they do not ascend, or one is out of range.
+        ProtocolError: they do not ascend, or an index is out of range.
     """
     if coded.encoding != Encoding.TOP_K:
         return

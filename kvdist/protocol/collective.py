@@ -1,11 +1,11 @@
-"""The control messages of a job without servers: between its ranks and rank 0, which compares what they call.
+"""The control messages of a job without servers: between its ranks and rank 0, which compares their calls.
 
 COLLECTIVE.md specifies the bytes: one message per frame, a byte for its kind, then its fields in order, little-endian.
 A field's annotation names its type; `encode` and `decode` are compiled from it, and a test compares it with the page.
 Annotations are therefore not postponed in this module. Invariants:
 
 * Only `ProtocolError` leaves `decode`, whatever the bytes are.
-* Nothing is allocated for a size that a peer merely claims: the bytes of every item must be there.
+* No memory is allocated for a size that a peer merely claims: the bytes of every item must have arrived.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class _Source:
         return self._data[self._at - nbytes : self._at]
 
     def count(self, item_bytes: int) -> int:
-        """The number of items of a list, whose bytes must be there."""
+        """The number of items of a list, whose bytes must have arrived."""
         count = self.number(_U32)
         if count * item_bytes > self.rest:
             raise errors.ProtocolError(f"{count} items claimed in {self.rest} bytes")
@@ -60,7 +60,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class ControlType:
-    """How values of one type travel; `name` is what COLLECTIVE.md calls it."""
+    """How values of a type travel; `name` is the type's name in COLLECTIVE.md."""
 
     name: str
     pack: Callable[[Any], bytes]
@@ -119,7 +119,7 @@ Pairs = Annotated[
 
 
 class ControlMessage:
-    """What every control message has."""
+    """Base class of all control messages."""
 
     __slots__ = ()
     KIND: ClassVar[int]
@@ -130,8 +130,8 @@ class ControlMessage:
 class RankHello(ControlMessage):
     """A rank has connected.
 
-    `token` is what rank 0 left at the meeting point, which strangers have not read. People read `host`, and `machine`
-    tells which ranks are on one.
+    `token` is the token that rank 0 published in the rendezvous store, which strangers cannot read. `host` is for
+    people; ranks with equal `machine` are on the same machine.
     """
 
     KIND = 1
@@ -205,7 +205,7 @@ class LastCalls(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankWaits(ControlMessage):
-    """A rank calls nothing more in a group before this operation or a later one has ended: its threads wait."""
+    """A rank calls nothing more in a group before the end of operation `sequence`, or a later: its threads wait."""
 
     KIND = 8
     group: UInt32
@@ -223,7 +223,7 @@ class AllConnected(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Agreed(ControlMessage):
-    """All ranks are at the same operations of a group up to, and without, this one."""
+    """All ranks are at the same operations of a group before operation `sequence`."""
 
     KIND = 17
     group: UInt32
@@ -232,9 +232,9 @@ class Agreed(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch(ControlMessage):
-    """Ranks called different operations, this one as its `call`.
+    """Ranks called different operations; `call` is this rank's.
 
-    `is_fatal`: some have begun theirs, and the group is at its end.
+    `is_fatal`: some have begun theirs, and the group has failed.
     """
 
     KIND = 18
@@ -247,7 +247,7 @@ class Mismatch(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankGone(ControlMessage):
-    """A rank is gone: with a `cause` because of a failure, else after `counts` operations per group."""
+    """A rank has left: with a `cause` because of a failure, else after `counts` operations per group."""
 
     KIND = 19
     rank: UInt32
@@ -258,7 +258,7 @@ class RankGone(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class GroupFailed(ControlMessage):
-    """A group, or `WHOLE_JOB`, is at its end."""
+    """A group, or `WHOLE_JOB`, has failed."""
 
     KIND = 20
     group: UInt32
@@ -281,7 +281,7 @@ class Participate(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class AllJoined(ControlMessage):
-    """All ranks have joined, this one last."""
+    """All ranks have joined, `last` as the last."""
 
     KIND = 22
     group: UInt32
@@ -315,7 +315,7 @@ class Farewell(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankLeaving(ControlMessage):
-    """A rank calls no operations beyond these counts per group: later ones can never complete."""
+    """A rank calls no operations beyond these counts per group: later operations can never complete."""
 
     KIND = 26
     rank: UInt32
@@ -369,7 +369,7 @@ def decode(frame: bytes | memoryview) -> Message:
     """The message in a frame.
 
     Raises:
-        ProtocolError: the bytes are not a message; says why.
+        ProtocolError: the bytes are not a message; the text explains why.
     """
     if not 0 < len(frame) <= MESSAGE_BYTES_MAX:
         raise errors.ProtocolError(f"a message of {len(frame)} bytes; from 1 to {MESSAGE_BYTES_MAX} are allowed")

@@ -1,6 +1,6 @@
-"""What a message may contain at most: the numbers of WIRE.md's table of limits.
+"""Limits of messages: the numbers of WIRE.md's table of limits.
 
-A limit is looked at before anything is allocated for what it limits.
+A limit is checked before memory is allocated for the limited field.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLICE_BYTES_MIN = 8
-"""The smallest size of slices: one element of the widest type."""
+"""The smallest size of slices: an element of the widest type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,36 +16,36 @@ class WireLimits:
     """The largest message that this side reads. Lengths of text are counted in bytes of UTF-8."""
 
     header_bytes_max: int = 16 << 20
-    """Frame 1."""
+    """Bytes of frame 1."""
     payload_bytes_max: int = 64 << 20
-    """Frame 2 and those behind it together."""
+    """Bytes of frame 2 and the later frames together."""
     payload_frames_max: int = 64
-    """Frame 2 and those behind it."""
+    """Number of frames from frame 2 on."""
     slices_max: int = 1 << 20
-    """Slices that one message is about."""
+    """Slices in a message."""
     settings_max: int = 256
     """Distinct settings in a push; an index into them has one byte."""
     keys_max: int = 1 << 20
-    """Keys in one request."""
+    """Keys in a request."""
     key_bytes_max: int = 1024
-    """A key that is text."""
+    """Bytes of a text key."""
     dims_max: int = 32
     """Dimensions of a shape."""
     elements_max: int = 1 << 38
-    """Elements of one key."""
+    """Elements of a key."""
     name_bytes_max: int = 1024
-    """A host, an end point, a mode, a version, the name of a process."""
+    """Bytes of a host, an end point, a mode, a version, the name of a process."""
     sentence_bytes_max: int = 8192
-    """A text for people; a sender cuts longer ones."""
+    """Bytes of a text for people; a sender cuts longer texts."""
     body_bytes_max: int = 64 << 10
-    """The text of a command."""
+    """Bytes of the text of a command."""
     members_max: int = 1 << 16
     """Processes in a roster, and workers awaited."""
     entries_max: int = 64
     """Entries of an optimizer's description."""
     entry_name_bytes_max: int = 64
-    """The name of such an entry."""
+    """Bytes of the name of such an entry."""
 
 
 DEFAULT = WireLimits()
-"""What WIRE.md states. A sender keeps to these."""
+"""The limits that WIRE.md states. A sender keeps to them."""

@@ -1,19 +1,19 @@
 """Encodes and decodes Python objects that ranks of a collective job exchange beside tensors.
 
 A closed list of types travels: None, bool, int, float, str, bytes, list, tuple, set, dict, NumPy arrays and scalars,
-and what a caller translates to a `Leaf` (torch tensors). Nothing that could be executed is among them, and nothing else
-is accepted: the error names the part of the object.
+and values that a caller translates to a `Leaf` (torch tensors). None of them can be executed, and no other type is
+accepted: the error names the part of the object.
 
 The bytes are the length of the tree (8 bytes, little-endian), the tree in msgpack, and the bytes of all arrays in the
-order in which they appear in it. Beside msgpack's own types the tree has four extensions: 1 is a tuple (a packed
-list), 2 an integer beyond 64 bits (big-endian, two's complement), 3 an array (a packed list of kind, dtype and shape),
-4 a set (a packed list).
-Rules that hold here:
+order in which they appear in it. Beside msgpack's own types the tree has four extensions: 1 is a tuple (a packed list),
+2 an integer beyond 64 bits (big-endian, two's complement), 3 an array (a packed list of kind, dtype and shape), 4 a set
+(a packed list).
+Invariants:
 
 * Whatever the bytes are, only `ProtocolError` leaves `decode`.
-* Nothing is allocated for an array whose bytes are not there. Lists and maps claim at most as many entries as the tree
+* No memory is allocated for an array whose bytes are missing. Lists and maps claim at most as many entries as the tree
   has bytes. Tuples, keys among them, are nested at most `DEPTH_MAX` deep: each takes 50 kB of a thread's stack.
-* What is decoded is the receiver's own: arrays are copied out of the bytes, once.
+* Decoded arrays belong to the receiver: they are copied out of the bytes, once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvdist import errors
 Octets = NDArray[np.uint8]
 
 DEPTH_MAX = 64
-"""How deep an object may be nested. One that contains itself is deeper."""
+"""Largest depth of nesting. An object that contains itself exceeds it."""
 TREE_BYTES_MAX = 1 << 30
 DIMS_MAX = 32
 BIG_INTEGER_BYTES_MAX = 4096
@@ -46,16 +46,16 @@ _PLAIN = (type(None), bool, float, str, bytes)
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUMm][0-9]{1,9}(\[[0-9A-Za-z]{1,16}\])?")
 _NUMPY, _SCALAR = "numpy", "numpy scalar"
 _OBJECT, _SENTENCE = 0, 1
-"""The first byte of what a rank sends: an object follows, or the reason why it cannot be sent."""
+"""The first byte of a rank's message: an object follows, or the reason why it cannot be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Something that travels as an array.
+    """A value that travels as an array.
 
     Attributes:
-        kind: what is to be made of the array again.
-        array: of numbers.
+        kind: tells `build` what the array represents.
+        array: an array of numbers.
     """
 
     kind: str
@@ -81,10 +81,10 @@ def encode(value: object, translate: Callable[[object], object | None] = _nothin
 
     Args:
         value: the object.
-        translate: for types that are not known here: a `Leaf`, or a value of a known type, or None.
+        translate: translates other types: to a `Leaf`, to a value of a known type, or to None if it cannot.
 
     Raises:
-        TypeError: something in it is of another type; the message says what, and where.
+        TypeError: a part is of another type; the message names the type and the part.
         ValueError: it is nested too deeply, or contains itself, or has characters that are not text.
     """
     leaves: list[Leaf] = []
@@ -102,7 +102,7 @@ def encode(value: object, translate: Callable[[object], object | None] = _nothin
 
 
 def _tree(value: Any, place: Place, translate: Callable[[object], object | None], leaves: list[Leaf]) -> Any:
-    """What msgpack takes for a value; arrays go to `leaves`."""
+    """The value as msgpack takes it; arrays go to `leaves`."""
     kind = type(value)
     if kind in _PLAIN:
         return _sendable(value, place)
@@ -152,10 +152,10 @@ def _key(key: Any, place: Place) -> Any:
 
 
 def _sendable(value: Any, place: Place) -> Any:
-    """The value, if it is not a text that has no bytes.
+    """The value, unless it is a text that cannot be encoded.
 
     Raises:
-        ValueError: it is one; the message says where.
+        ValueError: the text cannot be encoded; the message names the part.
     """
     if type(value) is str:
         try:
@@ -202,7 +202,7 @@ def decode(octets: Octets, build: Callable[[str, NDArray[Any]], Any] = _refuse) 
 
     Args:
         octets: the bytes.
-        build: makes what a `Leaf` stood for of its kind and array; may raise ProtocolError.
+        build: the inverse of `translate`: creates a value from the kind and array of a `Leaf`; may raise ProtocolError.
 
     Raises:
         ProtocolError: the bytes do not describe an object.
@@ -222,7 +222,7 @@ def decode(octets: Octets, build: Callable[[str, NDArray[Any]], Any] = _refuse) 
 
 
 class _Reader:
-    """Reads a tree whose arrays begin at a place of the same bytes."""
+    """Reads a tree whose arrays begin at offset `at` of the same bytes."""
 
     def __init__(self, octets: Octets, at: int, build: Callable[[str, NDArray[Any]], Any]) -> None:
         self.at = at
@@ -231,7 +231,7 @@ class _Reader:
         self._depth = 0
 
     def read(self, tree: bytes) -> Any:
-        """The value of a tree, whose lists and maps msgpack lets be no longer than its bytes."""
+        """The value of a tree; msgpack refuses lists and maps that claim more entries than the tree has bytes."""
         return msgpack.unpackb(tree, strict_map_key=False, ext_hook=self._extension)
 
     def _extension(self, code: int, data: bytes) -> Any:
@@ -276,7 +276,7 @@ class _Reader:
 def encode_or_reason(
     value: object, translate: Callable[[object], object | None] = _nothing
 ) -> tuple[Octets, TypeError | ValueError | None]:
-    """What a rank sends for an object, and the error of `encode` if the object cannot be sent."""
+    """The bytes that a rank sends for an object, and the error of `encode` if the object cannot be sent."""
     failure: TypeError | ValueError | None = None
     try:
         octets = encode(value, translate)
@@ -291,11 +291,11 @@ def decode_from(rank: int, octets: Octets, build: Callable[[str, NDArray[Any]], 
 
     Args:
         rank: the rank.
-        octets: the bytes that `encode_or_reason` has made there.
+        octets: the bytes from that rank's `encode_or_reason`.
         build: as for `decode`.
 
     Raises:
-        CollectiveError: the rank has sent a reason in place of an object, or bytes that describe none.
+        CollectiveError: the rank has sent a reason in place of an object, or bytes that describe no object.
     """
     if len(octets) and octets[0] == _SENTENCE:
         raise errors.CollectiveError(f"rank {rank} has an object that cannot be sent: {octets[1:].tobytes().decode()}")

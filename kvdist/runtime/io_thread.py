@@ -1,4 +1,4 @@
-"""Does works with a disk beside the loop of a node: one after the other, on a thread that starts with the first."""
+"""Performs disk tasks beside the loop of a node: in order, on a thread that starts with the first task."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from kvdist.checkpoint.locks import Locks
 
 Done = Callable[[DiskResult, str], None]
-"""Takes what came of a work, or why nothing did. Called on another thread."""
+"""Takes the result of a task and '', or None and the reason of its failure. Called on another thread."""
 
 
 class Disk(abc.ABC):
-    """Where works are done."""
+    """Performs disk tasks."""
 
     @abc.abstractmethod
     def begin(self, work: DiskTask, done: Done) -> None:
-        """Do it after all that was begun before, and call `done`. Returns at once."""
+        """Queue a task behind those begun before, and call `done` after it. Returns at once."""
 
     @abc.abstractmethod
     def close(self, linger_s: float) -> None:
-        """Do nothing more after what is under way, which has this long to end."""
+        """Wait at most `linger_s` seconds for the tasks begun so far; later tasks are not performed."""
 
 
 class ThreadedDisk(Disk):
     """The disk of this machine.
 
     Args:
-        root: below which folder it may be used; None for everywhere.
+        root: the folder that tasks are restricted to; None allows all.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -70,7 +70,7 @@ class ThreadedDisk(Disk):
 
 
 def outcome(work: DiskTask, locks: Locks, root: Path | None) -> tuple[DiskResult, str]:
-    """What came of a work, and '' or why it could not be done."""
+    """Perform a task. Returns its result and '', or None and the reason of its failure."""
     try:
         from kvdist.checkpoint.folders import perform
 

@@ -1,9 +1,9 @@
 """How threads of the user's program wait in calls of kvdist: which do, whether another may act, and for room.
 
-A deadlock may be declared only if no thread can act any more. So every other thread counts as one that may act,
-unless it is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some
-libraries. A daemon that has never called kvdist, such as a server of metrics, counts as one that may until the wait has
-lasted a minute.
+A deadlock may be declared only if no thread can act any more. So every other thread counts as able to act, unless it is
+known to make no calls of kvdist: threads of kvdist itself, idle threads of executors, and those of some libraries. A
+daemon that has never called kvdist, such as a server of metrics, counts as able to act until the wait has lasted a
+minute.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _callers: WeakSet[threading.Thread] = WeakSet()
 """Threads that have called kvdist."""
 
 NEVER_CALLED_S = 60.0
-"""For so long a daemon that has never called kvdist is expected to: it may load data first, or compile."""
+"""Time for which a daemon that has never called kvdist is expected to: it may load data first, or compile."""
 OWN_THREADS = ("kvdist-node", "kvdist-disk", "kvdist-kernels", "kvdist-profiler", "kvdist-timeline")
-"""Threads of kvdist that never wait for the user, and run code of the user's only to bring answers."""
+"""Threads of kvdist that never wait for the user, and run the user's code only to deliver results."""
 NAMED_MAX = 4
 """Threads that a sentence names."""
 PASSIVE_MODULES = (
@@ -62,14 +62,14 @@ _noted = _Noted()
 
 
 def note_call() -> None:
-    """The present thread calls kvdist."""
+    """Record that the present thread calls kvdist."""
     if not _noted.is_caller:
         _noted.is_caller = True
         _callers.add(threading.current_thread())
 
 
 def waited_s() -> float:
-    """For how many seconds the present thread has waited in calls of kvdist."""
+    """Seconds that the present thread has waited in calls of kvdist."""
     return _noted.waited_s
 
 
@@ -92,7 +92,7 @@ class WaitingCall:
 
 
 class AwaitedFuture(Future[Result]):
-    """A future of a call; who waits for it without a time-out is known."""
+    """A future of a call that records the threads that wait for it without a time-out."""
 
     def result(self, timeout: float | None = None) -> Result:
         """See `concurrent.futures.Future.result`."""
@@ -110,14 +110,14 @@ class AwaitedFuture(Future[Result]):
 
 
 def wait_for(futures: Collection[Future[Any]]) -> None:
-    """Wait until all of these are done, whatever becomes of them; that this thread waits is known."""
+    """Wait until all of these are done, successfully or not; records that this thread waits."""
     if not all(future.done() for future in futures):
         with WaitingCall():
             wait(futures)
 
 
 class AwaitedLock:
-    """A lock that is held while its thread waits for other workers; that others wait for the lock is known, too."""
+    """A lock whose owner may wait for other workers; records the threads that wait for the lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,11 +143,11 @@ class AwaitedLock:
 
 
 class UnderWay:
-    """Bytes that were pushed and that the servers have not counted yet. A push without room waits here.
+    """Bytes of pushes that the servers have not counted yet. A push without room blocks.
 
     Args:
-        bytes_max: the room, if it is not less than two contributions to all keys. With so much, workers that push the
-            same keys in opposite orders do not wait for each other.
+        bytes_max: the room in bytes, if it is not less than two contributions to all keys. With that much, workers that
+            push the same keys in opposite orders do not wait for each other.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -161,18 +161,18 @@ class UnderWay:
         self._changed = threading.Condition(threading.RLock())
 
     def grow(self, nbytes: int) -> None:
-        """A contribution to all keys has grown by this many bytes."""
+        """Record that a contribution to all keys has grown by `nbytes`."""
         with self._changed:
             self._contribution_bytes += nbytes
             self.room = max(self.room, 2 * self._contribution_bytes)
             self._changed.notify_all()
 
     def enter(self, nbytes: int, check: Callable[[], None]) -> None:
-        """Count the bytes of a push, as soon as there is room.
+        """Count the bytes of a push, as soon as they fit.
 
         Args:
-            nbytes: of the values, before any compression.
-            check: raises why the push cannot be made any more. Called after each wait.
+            nbytes: bytes of the values, before any compression.
+            check: raises the reason if the push has become impossible. Called after each wait.
         """
         with self._changed:
             # A callback of a future pushes on the thread that brings the answers, which must not wait for them.
@@ -181,11 +181,11 @@ class UnderWay:
             self.nbytes += nbytes
 
     def count(self, nbytes: int, check: Callable[[], None], submit: Callable[[], Future[Result]]) -> Future[Result]:
-        """Submit a push whose bytes are under way until its future is done, or until `submit` has raised.
+        """Submit a push whose bytes count until its future is done, or until `submit` has raised.
 
         Args:
             nbytes, check: as in `enter`.
-            submit: lays out the push and hands it over.
+            submit: lays out the push and submits it.
         """
         self.enter(nbytes, check)
         counted = {nbytes}
@@ -214,14 +214,14 @@ class UnderWay:
             self.waiting -= 1
 
     def leave(self, nbytes: int) -> None:
-        """These bytes are counted, or never will be."""
+        """Release the bytes of a push that was counted, or never will be."""
         with self._changed:
             self.nbytes -= nbytes
             if self.waiting:
                 self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let pushes that wait check whether they still can be made."""
+        """Let waiting pushes check whether they are still possible."""
         with self._changed:
             self._changed.notify_all()
 
@@ -230,14 +230,14 @@ class UserThreads:
     """The threads of the user's program, as `kvdist.core.worker.pending.Threads` asks for them.
 
     Args:
-        under_way: where pushes wait for room.
+        under_way: the bytes of pushes, for which pushes wait.
     """
 
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
 
     def room_wait(self) -> str:
-        """What a push waits for that has no room; '' if none does."""
+        """Why a push waits for room; '' if none does."""
         under_way = self._under_way
         if not under_way.waiting:
             return ""
@@ -245,7 +245,7 @@ class UserThreads:
         return f"for room: {nbytes:,} bytes are under way, and KVDIST_UNDER_WAY_BYTES allows {room:,}"
 
     def blocked_since(self) -> float | None:
-        """Since when every thread that may act waits in a call of kvdist; None while one does not."""
+        """Since when every thread that may act waits in a call of kvdist; None while a thread does not."""
         waits = dict(_waits)
         if not waits:
             return None
@@ -266,7 +266,7 @@ class UserThreads:
         return ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else "")
 
     def longest_wait_since(self) -> float | None:
-        """Since when the thread waits that has waited longest; None if none does."""
+        """Since when the longest waiting thread waits; None if none does."""
         return min(dict(_waits).values(), default=None)
 
 
@@ -286,7 +286,7 @@ def _has_strangers() -> bool:
 
 
 def _may_never_call(thread: threading.Thread) -> bool:
-    """Whether a thread is taken for one that makes no calls of kvdist, after a while."""
+    """Whether a thread is assumed to make no calls of kvdist, after a while."""
     return thread.daemon and thread not in _callers
 
 

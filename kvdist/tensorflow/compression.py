@@ -10,11 +10,11 @@ from kvdist.collective.reduction import BF16Compressor, CastCompressor, FP16Comp
 
 
 class _CastsBoth(CastCompressor):
-    """Casts tensors of TensorFlow itself, and those of torch as its other base does."""
+    """Casts tensors of TensorFlow, and leaves those of torch to its other base."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """The tensor in another dtype, and its own dtype."""
+        """The tensor in another dtype, and its original dtype."""
         if not tf.is_tensor(tensor):
             return super().compress(tensor)
         dtype = tf.as_dtype(str(cls.dtype).removeprefix("torch."))
@@ -22,7 +22,7 @@ class _CastsBoth(CastCompressor):
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor in its own dtype."""
+        """The tensor in its original dtype."""
         return tf.cast(tensor, ctx) if tf.is_tensor(tensor) else CastCompressor.decompress(tensor, ctx)
 
 

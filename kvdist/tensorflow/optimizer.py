@@ -96,19 +96,19 @@ def DistributedOptimizer(
 
 
 class AveragedOptimizer(Distributed):
-    """The first base of optimizers of `tf.compat.v1`."""
+    """First base of distributed optimizers of `tf.compat.v1`."""
 
     kvdist_options: ReduceOptions
     kvdist_passes: _Passes
 
     def register_local_var(self, var: Any) -> None:
-        """Keep the gradients of a variable each rank's own."""
+        """Keep the gradients of a variable local to each rank."""
         _keep_local(self.kvdist_options, var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Gradients and variables as the optimizer's own method gives them, the gradients averaged over the ranks.
+        """Pairs of gradients and variables of the optimizer's original method, the gradients averaged over the ranks.
 
-        With several backward passes per step, they are the sums of this rank's ones until the last pass.
+        With several backward passes per step, they are the sums of this rank's gradients until the last pass.
         """
         own: Callable[..., Any] = super().compute_gradients  # type: ignore[misc]
         pairs: list[tuple[Any, Any]] = own(*args, **kwargs)
@@ -122,7 +122,7 @@ class AveragedOptimizer(Distributed):
         return list(zip(averaged, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Use the gradients, with Adasum followed by the Adasum of what that changed."""
+        """Apply the gradients; with Adasum then combine the resulting changes over the ranks."""
         own: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
         pairs, options = list(grads_and_vars), self.kvdist_options
         if options.passes > 1:
@@ -156,7 +156,7 @@ class _Passes:
         self._count: Any = None
         self._sums: list[Any] = []
         self._summed: set[int] = set()
-        """The variables that have had a gradient."""
+        """Positions of the variables that have had a gradient."""
 
     def averaged(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Add gradients up, and return the sums: in the last pass of a step those of all ranks, else this rank's."""
@@ -177,7 +177,7 @@ class _Passes:
         return [None if one is None else divided(one, self._divisor) for one in results]
 
     def applied(self, pairs: Sequence[tuple[Any, Any]], global_step: Any, own: Callable[[], Any]) -> Any:
-        """Call the optimizer's own `apply_gradients` in the last pass of a step; in the others count only."""
+        """Call the optimizer's original `apply_gradients` in the last pass of a step; in the others count only."""
 
         def count() -> Any:
             return None if global_step is None else global_step.assign_add(1, read_value=False)
@@ -218,16 +218,16 @@ def _after(done: Any) -> Any:
 
 
 class AveragedTape(Distributed):
-    """The first base of tapes."""
+    """First base of distributed tapes."""
 
     kvdist_options: ReduceOptions
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradients of a source each rank's own."""
+        """Keep the gradients of a source local to each rank."""
         _keep_local(self.kvdist_options, source)
 
     def gradient(self, target: Any, sources: Any, *args: Any, use_generic_names: bool = False, **kwargs: Any) -> Any:
-        """The gradients as the tape's own method gives them, averaged over the ranks."""
+        """The gradients of the tape's original method, averaged over the ranks."""
         del use_generic_names  # Horovod's, for names that are not used here
         own: Callable[..., Any] = super().gradient  # type: ignore[misc]
         gradients = own(target, sources, *args, **kwargs)

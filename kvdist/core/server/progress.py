@@ -1,15 +1,16 @@
-"""`Quotas`: when workers push, where a policy counts their examples, or them. Pure.
+"""`Quotas`: when workers push, under policies that count their examples or the workers themselves. Pure.
 
-One server counts for all: the one with the slice that the workers name, so no other has to know. What it says is only
-*when* each worker makes its next push, a mean of what it has by then. A version is still made of one push of every
-worker, so all slices agree on what is in it, and what is lost, repeated or rolled back is treated as ever. Where each
-push is a version, `Delays` says how late it is, before the worker makes it. Rules here:
+A single server counts for all: the owner of the slice that the workers name, so no other server has to know. It only
+announces *when* each worker makes its next push, a mean of its accumulated gradient. A version still consists of a push
+of every worker, so all slices agree on its content, and losses, repetitions and rollbacks need no special treatment.
+Where each push is a version, `Delays` reports how stale a push is, before the worker makes it. Rules:
 
-* Reports say how much there is since the last push, not how much more, so one that is repeated changes nothing. Its
-  worker waits, and hears who is awaited.
-* A worker that has pushed for the n-th time has heard that it was due. So a server that knows nothing, as it has the
-  slices of a lost one, learns from the newest report of each worker what that one had said. Of a worker that has joined
-  later, only from its second push on. How long workers come after a quorum, and how late pushes are, it learns anew.
+* Reports hold totals since the last push, not increments, so a repeated report changes nothing. Its sender waits, and
+  the answer names the workers that are awaited.
+* A worker makes its n-th push only after an announcement that it is due. So a server without state, which has taken
+  over the slices of a lost server, infers the last announcement from the newest report of each worker; from a worker
+  that has joined later, only after its second push. How long workers come after a quorum, and how stale pushes are, it
+  measures anew.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 GRACE = 1.5
-"""A version waits so many times as long as workers have come after a quorum lately …"""
+"""A version waits beyond its quorum for this multiple of the longest recent delay of a worker …"""
 REACH = 0.25
-"""… of those that came within this part of the time that the version has taken until its quorum was there."""
+"""… among the delays of at most this fraction of the time that the version has taken to reach its quorum."""
 RECENT = 16
-"""How many arrivals after a quorum are known."""
+"""Number of arrivals after a quorum whose delays are remembered."""
 
 
 class Quotas:
-    """What the workers have said of their progress, and what they were told.
+    """The workers' reports of their progress, and the announcements of due pushes.
 
     Args:
-        peers: who is there.
+        peers: record of the live workers.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -43,7 +44,7 @@ class Quotas:
         self._said: dict[int, dict[Member, msg.Progress]] = {}
         """Slice → the newest report of each worker."""
         self._due: dict[int, msg.Due] = {}
-        """Slice → what all were told last."""
+        """Slice → the last announcement to all workers."""
         self._graces: dict[int, Grace] = {}
         self._delays: dict[int, Delays] = {}
 
@@ -53,7 +54,7 @@ class Quotas:
         return min((grace.until for grace in self._graces.values()), default=fx.NEVER)
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Wait no longer for those beyond a quorum."""
+        """Announce pushes whose quorum has waited long enough for the other workers."""
         effects: list[fx.Effect] = []
         for number, grace in self._graces.items():
             if grace.until <= now:
@@ -62,7 +63,7 @@ class Quotas:
         return effects
 
     def heard(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
-        """A worker reports."""
+        """Handle a worker's report."""
         if message.when == msg.DueWhen.ASYNC:
             return [self._delays.setdefault(message.slice, Delays(self._peers)).heard(sender, message)]
         said, due = self._said.setdefault(message.slice, {}), self._due.get(message.slice)
@@ -84,7 +85,8 @@ class Quotas:
         return tuple(sorted(self._peers.awaited - done))
 
     def roster(self, now: float) -> list[fx.Effect]:
-        """Others are there, or rest."""
+        """Handle a change of the roster or of the resting workers: drop reports of departed workers and check all
+        slices."""
         for number, said in self._said.items():
             self._said[number] = {one: report for one, report in said.items() if self._peers.has(one)}
         for delays in self._delays.values():
@@ -92,13 +94,13 @@ class Quotas:
         return [effect for number in self._said for effect in self._look(number, now)]
 
     def clear(self) -> None:
-        """All have gone back to a snapshot."""
+        """Forget all reports and announcements: all processes go back to a snapshot."""
         self._said.clear()
         self._due.clear()
         self._graces.clear()
 
     def _look(self, number: int, now: float) -> list[fx.Effect]:
-        """Say whether the next push of a slice is due."""
+        """Announce the next push of a slice if it is due."""
         said, told = self._said[number], self._due.get(number)
         if not said:
             return []
@@ -118,7 +120,8 @@ class Quotas:
         return []
 
     def _is_enough(self, number: int, reports: Mapping[int, msg.Progress], awaited: Set[int], now: float) -> bool:
-        """Whether these reports of the open version suffice for it. Who waits for all others is not waited for."""
+        """Whether these reports of the open version suffice for it. A worker that waits for all others is not
+        awaited."""
         one = next(iter(reports.values()), None)
         if one is None or one.when == msg.DueWhen.QUOTA:
             return one is not None and sum(report.samples for report in reports.values()) >= one.quota
@@ -134,29 +137,29 @@ class Quotas:
 
 
 class Grace:
-    """How long a version waits for workers beyond its quorum: as long as such have needed lately, and a little more.
+    """How long a version waits for workers beyond its quorum: as long as they have needed lately, and a little more.
 
-    Who comes much later, as a slow machine does every time, makes nobody wait.
+    A worker that comes much later, as a slow machine does every time, delays no other.
     """
 
     def __init__(self) -> None:
         self.until = fx.NEVER
-        """When the present version waits no longer; never, while its quorum is not there."""
+        """When the present version stops waiting; never, before it has reached its quorum."""
         self._begun = 0.0
-        """When the version before was due."""
+        """When the previous version was due."""
         self._reached: float | None = None
-        """When the quorum of the present version was there."""
+        """When the present version reached its quorum; None before."""
         self._ready: set[int] = set()
-        """Who is ready for it."""
+        """Ranks that are ready for the present version."""
         self._late: set[int] = set()
-        """The ranks that were not ready for the version before …"""
+        """Ranks that were not ready for the previous version …"""
         self._before = 0.0
-        """… whose quorum was there at this time."""
+        """… which reached its quorum at this time."""
         self._delays: deque[float] = deque(maxlen=RECENT)
-        """How long after a quorum others came, in seconds."""
+        """Recent delays of workers after a quorum, in seconds."""
 
     def look(self, ready: Set[int], quorum: int, now: float) -> None:
-        """These workers are ready now."""
+        """Record the workers that are ready now."""
         for rank in ready - self._ready:
             if self._reached is not None:
                 self._delays.append(now - self._reached)
@@ -172,7 +175,7 @@ class Grace:
             self.until = now + GRACE * max((delay for delay in self._delays if delay <= reach), default=0.0)
 
     def over(self, awaited: Set[int], now: float) -> None:
-        """The version is due."""
+        """End the present version, which is due."""
         self._late = set() if self._reached is None else set(awaited) - self._ready
         self._delays += [math.inf] * len(self._late)  # so that what they once needed is forgotten
         self._before = now if self._reached is None else self._reached
@@ -181,20 +184,20 @@ class Grace:
 
 
 class Delays:
-    """How late each push is, in a store where every push is a version.
+    """Staleness of each push, in a store where every push is a version.
 
     Args:
-        peers: who is there.
+        peers: record of the live workers.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._let_through = 0
-        """How many pushes were not too late."""
+        """Number of pushes that were not too stale."""
         self._seen: dict[Member, int] = {}
-        """How many of those the weights of a worker have, at least."""
+        """Worker → lower bound of the number of such pushes that its weights include."""
         self._answered: dict[Member, msg.Due] = {}
-        """The last answers."""
+        """Worker → the last answer to it."""
 
     def heard(self, sender: Member, message: msg.Progress) -> fx.Effect:
         """Answer a worker that is about to push."""
@@ -208,12 +211,12 @@ class Delays:
         return fx.Send(sender, last)
 
     def roster(self) -> None:
-        """Others are there, or rest."""
+        """Handle a change of the roster or of the resting workers."""
         self._seen = {one: count for one, count in self._seen.items() if self._peers.has(one)}
         self._answered = {one: due for one, due in self._answered.items() if self._peers.has(one)}
         self._enrol()
 
     def _enrol(self) -> None:
-        """Weights of workers that are new here have all pushes so far."""
+        """Record that the weights of new workers include all pushes so far."""
         for rank in self._peers.awaited & self._peers.workers.keys():
             self._seen.setdefault(self._peers.workers[rank], self._let_through)
