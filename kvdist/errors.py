@@ -69,8 +69,7 @@ class ForkError(KvdistError, RuntimeError):
 
 
 class DeadlineExceeded(KvdistError, TimeoutError):
-    """A wait has exceeded its deadline; the message names the awaited answer, its process, and the start of the
-    wait."""
+    """A wait has exceeded its deadline; the message names the awaited answer, its sender and the time waited."""
 
 
 class BarrierTimeout(DeadlineExceeded):

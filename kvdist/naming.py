@@ -57,10 +57,9 @@ def names_of(keys: Sequence[object], count: int | None = None) -> str:
 
 
 def minority_first(said: Iterable[tuple[int, Statement]]) -> list[tuple[str, Statement]]:
-    """Group workers by their statement, the smallest group first. Returns the names of each group, and its statement.
+    """Group (rank, statement) pairs of workers by statement, the smallest group first.
 
-    Args:
-        said: rank and statement of each worker.
+    Returns the names of the workers of each group, and its statement.
     """
     groups: dict[Statement, list[int]] = {}
     for rank, statement in sorted(said, key=lambda one: one[0]):
