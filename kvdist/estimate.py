@@ -211,7 +211,7 @@ def positives(text: str) -> list[float]:
 
 
 def flat(lists: Iterable[Iterable[float]]) -> list[float]:
-    """All numbers of the words of an argument, of which each may have several."""
+    """Flatten the numbers of an argument's words, of which each may have several."""
     return [number for numbers in lists for number in numbers]
 
 

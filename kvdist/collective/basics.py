@@ -1,4 +1,4 @@
-"""`init`, `shutdown`, `join`, and the questions who this process is, for the engine of this process."""
+"""`init`, `shutdown`, `join`, and the rank, size and place of this process, for the engine of this process."""
 
 from __future__ import annotations
 

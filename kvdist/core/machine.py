@@ -1,4 +1,4 @@
-"""What the machines want done, and what can happen to them: the whole vocabulary between pure and impure.
+"""Effects that machines return, and events that they observe: the whole vocabulary between pure and impure.
 
 A machine never acts. It answers every input with a list of effects, which `Node` carries out in order and matches
 exhaustively in a single place; a simulator does the same with a simulated network.
@@ -15,12 +15,12 @@ from kvdist.nodes import Member, NodeId
 from kvdist.protocol import messages as msg
 
 ACK_BYTES_MAX = 8 << 20
-"""Of `Machine.ack_bytes_max`: an eighth of the usual window."""
+"""Default of `Machine.ack_bytes_max`: an eighth of the usual window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Say `message` to `to`. `token` comes back through `Machine.acknowledged` when `to` has acknowledged it."""
+    """Send `message` to `to`. `token` comes back through `Machine.acknowledged` when `to` has acknowledged it."""
 
     to: Member
     message: msg.Message
@@ -29,7 +29,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Transmit:
-    """Put a stamped message on the wire. Only `Reliable` makes these, out of `Send`."""
+    """Put a stamped message on the wire. Only `Reliable` creates these, from `Send`."""
 
     to: Member
     packet: msg.Packet
@@ -53,9 +53,10 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Take back all that `member`, which has left, has not acknowledged, and return its tokens to `acknowledged`.
+    """Withdraw all messages to `member`, which has left, that it has not acknowledged, and return their tokens to
+    `acknowledged`.
 
-    Later messages to it are sent; who may send some gives the effect again.
+    Later messages to it are sent; a machine that may send some returns this effect again.
     """
 
     member: Member
@@ -103,7 +104,7 @@ class TellLauncher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persist:
-    """Do this with the disk while everything else goes on; what came of it is `Persisted` with the same token."""
+    """Perform a disk task while everything else goes on; its result is a `Persisted` with the same token."""
 
     token: object
     work: DiskTask
@@ -111,7 +112,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """This process's part is over; with an error if it ends because something failed."""
+    """End this process's part; with an error if it ends because of a failure."""
 
     error: Exception | None = None
 
@@ -136,7 +137,7 @@ class PeerDisconnected:
     member: Member
     reason: str
     after_silence: bool = False
-    """Whether it had brought nothing for a while before; either side may have broken it for that."""
+    """Whether it had been silent for a while before; either side may have broken it for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,12 @@ class ChildEnded:
     clean: bool
     """Whether it ended with exit code 0."""
     life: int = 0
-    """How often a process of this rank had been started before it."""
+    """Number of processes of this rank that had been started before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStarted:
-    """The launcher has started a process of the job on a host of that name, under that process id."""
+    """The launcher has started a process of the job on the host `host`, with the process id `pid`."""
 
     node: NodeId
     host: str
@@ -175,7 +176,7 @@ class LauncherGone:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """This process has computed for so many seconds since the last of these, and waited for something to do."""
+    """Seconds that this process has computed, and has waited for work, since the last event of this kind."""
 
     computed_s: float
     waited_s: float
@@ -183,7 +184,7 @@ class Worked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persisted:
-    """A work with the disk is done, or could not be done; then `failure` has the reason."""
+    """A disk task is done; or it failed, and `failure` has the reason."""
 
     token: object
     product: DiskResult = None
@@ -197,30 +198,30 @@ Event = (
 NEVER = float("inf")
 
 VERDICT_WAIT_S = 2.0
-"""How long after the grace of a broken connection whoever misses it waits for the scheduler to judge the peer."""
+"""Time after the grace of a broken connection that a process which misses the peer gives the scheduler to judge it."""
 
 
 class Machine(abc.ABC):
-    """One role of the cluster as a pure state machine.
+    """A role of the cluster as a pure state machine.
 
-    `handle` takes a message in order and exactly once; `Reliable` sees to that. A machine knows the time only by
+    `handle` gets every message in order and exactly once; `Reliable` guarantees that. A machine knows the time only by
     its argument `now`, in seconds of a clock that never goes back.
     """
 
     me: Member
     epoch: int
     step: int
-    """The training step this process is in."""
+    """The training step of this process."""
     hears_of_work: bool = False
     """Whether it gets an event once a second with the work of this process: see `Worked`."""
     steps: dict[Member, int]
-    """The training step each peer was in when it was last heard of."""
+    """The training step of each peer in its last message."""
     ack_bytes_max: int = ACK_BYTES_MAX
     """Payload bytes after which their arrival is acknowledged at once, because the window of the peer waits for it."""
 
     @abc.abstractmethod
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Why nothing from `source` is listened to: a sentence to answer with, '' to say nothing; None to listen.
+        """Why messages of `source` are refused: a sentence to answer with, '' to answer nothing; None to accept them.
 
         Only members of the roster, by their incarnations, may change anything: not a stranger, not a process of an
         earlier job on the same port, not a process that was replaced.
@@ -228,19 +229,20 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[Effect]:
-        """React to a message."""
+        """Handle a message."""
 
     @abc.abstractmethod
     def observe(self, event: Event, now: float) -> list[Effect]:
-        """React to something that is not a message."""
+        """Handle an event."""
 
     @abc.abstractmethod
     def tick(self, now: float) -> list[Effect]:
-        """Do what has fallen due. Called at or after `deadline`, and harmless before it."""
+        """Do the work that is due. Called at or after `deadline`, and harmless before it."""
 
     @abc.abstractmethod
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """Messages with these tokens have arrived at `member`, or never will because it has left."""
+        """Handle the arrival of messages with these tokens at `member`; or they never will arrive, because it has
+        left."""
 
     @property
     @abc.abstractmethod
@@ -254,7 +256,8 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def explain(self, now: float) -> str | None:
-        """Return a sentence with what is awaited, from whom, and since when; None if nothing is awaited."""
+        """Return a sentence about the awaited event, the awaited processes, and the time waited; None if nothing is
+        awaited."""
 
     @abc.abstractmethod
     def validate(self) -> None:

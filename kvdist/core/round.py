@@ -35,19 +35,20 @@ Setting = tuple[float | None, float | None, float | None]
 RowIds = npt.NDArray[np.int64]
 """(k,) row ids of a whole table, strictly ascending."""
 Refusal = tuple[msg.ErrorCode, str]
-"""Of which kind, and why."""
+"""The code and the reason of a refusal."""
 UNANSWERED = -1
-"""In place of a run: the push came in a sum, and the worker that sent the sum gets the reply for all of it."""
+"""Replaces the number of a run where the push came in a sum: the worker that sent the sum gets the reply for all of
+it."""
 
 
 def setting_of(numbers: tuple[float, float, float]) -> Setting:
-    """From the wire, where not-a-number stands for what the server's optimizer decides."""
+    """Convert numbers from the wire, where not-a-number means that the server's optimizer decides."""
     lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
     return lr, wd, rescale
 
 
 def numbers_of(setting: Setting) -> tuple[float, float, float]:
-    """For the wire: the inverse of `setting_of`."""
+    """The inverse of `setting_of`, for the wire."""
     lr, wd, rescale = (math.nan if number is None else number for number in setting)
     return lr, wd, rescale
 
@@ -59,11 +60,11 @@ class Contribution:
     member: Member
     run: int
     step: int
-    """How many pushes the worker sent before this push."""
+    """Number of pushes that the worker sent before this push."""
     version: int
     """The oldest version of a slice that the worker had seen."""
     samples: int
-    """How many examples the push sums; 0 if unknown."""
+    """Number of examples that the push sums; 0 if unknown."""
     flags: int
     """`Flag`s."""
     setting: Setting
@@ -78,12 +79,12 @@ class Contribution:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it only counts: it has no gradient, or another contribution has the sum of both."""
+        """Whether it has no gradient, or another contribution has the sum of both: then it is only counted."""
         return bool(self.flags & _EMPTY)
 
     @property
     def contributor(self) -> msg.Contributor:
-        """The push in the list of those that are in a sum."""
+        """The entry for this push in the list of the pushes in a sum."""
         return msg.Contributor(self.member.node.rank, self.member.incarnation, self.step, self.samples)
 
     @property
@@ -94,7 +95,8 @@ class Contribution:
 
 @dataclass(slots=True)
 class Admission:
-    """What a round has to know while workers join that came later. Without it, a worker takes part in all versions."""
+    """The versions that a round may close while workers join the running job. Without it, a worker takes part in all
+    versions."""
 
     limit: int | None = None
     """The highest version until the scheduler has decided from which version on newcomers take part; None: no limit."""
@@ -115,17 +117,17 @@ class Admission:
 
 
 class Verdict(enum.Enum):
-    """What a holder did with a contribution."""
+    """Outcomes of a contribution at a holder."""
 
     ACCEPTED = enum.auto()
     ALREADY_COUNTED = enum.auto()
-    """A closed round has it: its sender gets the answer again."""
+    """A closed round counted it: its sender gets the answer again."""
     REPEATED = enum.auto()
-    """The open round has it."""
+    """The open round already has it."""
     INCOMPLETE = enum.auto()
-    """A part of a push of rows is kept until the last part comes."""
+    """It is a part of a push of rows, kept until the last part comes."""
     HAND_BACK = enum.auto()
-    """A sum has a push that has come by itself too: each worker in the sum must push for itself."""
+    """It is a sum that includes a push which has also come by itself: each worker in the sum must push for itself."""
 
 
 @dataclass(slots=True)
@@ -145,33 +147,34 @@ class Round:
     """The open round of a holder, the counters of the rounds before it, and the pulls that wait for its end."""
 
     key: int | str
-    """For messages."""
+    """The key, for messages."""
     policy: Policy
     version: int = 0
-    """How many rounds have been closed."""
+    """Number of closed rounds."""
     restored: int = 0
     """Updates of the value minus closed rounds: the updates before a loaded checkpoint, less the rounds without any
     contribution."""
     slots: dict[int, Contribution] = field(default_factory=dict)
     """Worker rank → its contribution."""
     counted: dict[int, int] = field(default_factory=dict)
-    """Worker rank → how many of its pushes are in the value, or were refused for good."""
+    """Worker rank → number of its pushes that are in the value, or were refused for good."""
     examples: dict[int, int] = field(default_factory=dict)
-    """Worker rank → how many examples those pushes summed, of the workers that say it."""
+    """Worker rank → number of examples that those pushes summed, for workers that report it."""
     samples: int = 0
-    """How many examples the value sums, with those of lost workers and of a loaded checkpoint, as far as pushes have
-    the number."""
+    """Number of examples that the value sums, with those of lost workers and of a loaded checkpoint, as far as pushes
+    have the number."""
     refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
-    """Worker rank → the counter of its last push and the refusal, if that was refused for good. A worker that repeats
-    the push is refused again: a neighbour may have left with the first answer."""
+    """Worker rank → the counter of its last push and the refusal, if that push was refused for good. A worker that
+    repeats the push is refused again: a neighbour may have left with the first answer."""
     pulls: list[PullRequest] = field(default_factory=list)
     _unsatisfied: int = field(default=0, init=False)
-    """The first so many pulls were looked at since anything was counted, and wait."""
+    """Number of pulls, from the first, that were checked since the last count and still wait."""
     open_since: float = 0.0
     admission: Admission | None = None
-    """None nearly always."""
+    """State of newcomers; None nearly always."""
     began: dict[int, int] = field(default_factory=dict)
-    """Rank of each worker that has joined later → where its counter began: so many pushes are those of others."""
+    """Rank of each worker that has joined later → where its counter began: the pushes below that number are those of
+    others."""
 
     @property
     def is_quiet(self) -> bool:
@@ -194,7 +197,7 @@ class Round:
         return verdict
 
     def verdict_on(self, contribution: Contribution) -> Verdict:
-        """What `offer` would do.
+        """The verdict that `offer` would return.
 
         Raises:
             PushRefused: as `offer`.
@@ -211,7 +214,7 @@ class Round:
         return Verdict.REPEATED if rank in self.slots else Verdict.ACCEPTED
 
     def wait(self, pull: PullRequest, now: float) -> None:
-        """Let a worker wait."""
+        """Queue a pull."""
         if self.is_quiet:
             self.open_since = now
         self.pulls.append(pull)
@@ -312,7 +315,7 @@ class Round:
             self.admission = None
 
     def refuse(self, contributions: Sequence[Contribution], refusal: Refusal) -> None:
-        """Note that these, which are counted, have not been applied."""
+        """Record that these counted contributions have not been applied."""
         for contribution in contributions:
             self.refused[contribution.member.node.rank] = (contribution.step, refusal)
             self.samples -= contribution.samples
@@ -323,7 +326,7 @@ class Round:
         return refusal if step == contribution.step else None
 
     def take_satisfied(self) -> list[PullRequest]:
-        """The pulls that the present state answers; they are removed."""
+        """Remove and return the pulls that the present state answers."""
         ready, waiting = list[PullRequest](), list[PullRequest]()
         for pull in self.pulls[self._unsatisfied :]:
             (ready if self.satisfies(pull) else waiting).append(pull)
@@ -337,7 +340,7 @@ class Round:
         return self.counted.get(pull.member.node.rank, 0) >= pull.step and self.version >= pull.version
 
     def forget(self, gone: Set[int]) -> None:
-        """These workers wait for nothing any more. What they have pushed still counts."""
+        """Drop the pulls of workers that are gone. Their pushes still count."""
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
         self._unsatisfied = 0
 
@@ -347,10 +350,10 @@ class Round:
             self.samples += examples
 
     def drop(self, ranks: Set[int]) -> dict[int, int]:
-        """Drop what these lost workers have pushed and no version has. Returns rank → how many of its pushes versions
-        have.
+        """Drop pushes of lost workers that no version has. Returns rank → number of its pushes that versions have.
 
-        Their counters go, too: they would be wrong for another process of that rank, and keep blocks from merging.
+        Their counters are dropped, too: they would be wrong for another process of that rank, and keep blocks from
+        merging.
         """
         for rank in ranks:
             self.slots.pop(rank, None)
@@ -361,7 +364,7 @@ class Round:
         return {rank: max(self.counted.pop(rank, 0) - self.began.pop(rank, 0), 0) for rank in ranks}
 
     def drop_uncounted(self, ranks: Set[int]) -> None:
-        """Drop what these lost workers have pushed and no version has: they come back, and push it again."""
+        """Drop pushes of lost workers that no version has: the workers will rejoin, and push again."""
         for rank in ranks:
             self.slots.pop(rank, None)
 
@@ -394,12 +397,12 @@ class Round:
 def scales_of(
     present: Sequence[Contribution], contributions: Sequence[Contribution], optimizer: Optimizer | None
 ) -> list[float]:
-    """What each contribution is multiplied by.
+    """The factor of each contribution.
 
     Args:
-        present: those with values, which `agreed_settings` has checked.
-        contributions: all of the round.
-        optimizer: its rescale is for contributions without a rescale.
+        present: contributions with values, which `agreed_settings` has checked.
+        contributions: all contributions of the round.
+        optimizer: provides the rescale for contributions without a rescale.
 
     Raises:
         PushRefused: a mean is of no samples, which only a broken peer can cause.

@@ -155,7 +155,7 @@ class UnderWay:
         self.waiting = 0
         """Pushes that wait for room."""
         self.room = bytes_max
-        """Bytes that may be under way."""
+        """Largest number of bytes in flight."""
         self._contribution_bytes = 0
         # Reentrant, because a signal handler of the user may push while the thread it interrupted holds it.
         self._changed = threading.Condition(threading.RLock())

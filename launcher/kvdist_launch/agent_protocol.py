@@ -147,7 +147,7 @@ class FrameWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write what the pipe takes now."""
+        """Write as much as the pipe takes now."""
         try:
             while self._waiting:
                 with memoryview(self._waiting)[:PIPE_READ_BYTES] as piece:

@@ -19,13 +19,13 @@ PEER_LOST_TRACEBACK = re.compile(
 Most such workers end with EXIT_PEER_LOST, but a program may install a hook for uncaught exceptions."""
 
 TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
-"""What torch.distributed writes before the lines of a traceback."""
+"""Prefix of torch.distributed before the lines of a traceback."""
 
 EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
 """Last line of a traceback, as opposed to the last line of a program that ended in another way."""
 
 ROLE_PREFIX = "kvdist: "
-"""What a scheduler or a server writes before the reason why it ends."""
+"""Prefix of a scheduler or a server before the reason why it ends."""
 
 DEADLOCK = re.compile(rf"(?:{ROLE_PREFIX}|{DeadlockError.__module__}\.{DeadlockError.__qualname__}: )deadlock: (.+)")
 

@@ -91,7 +91,7 @@ WITHOUT_COPY = (
     "no other process has its weights. --replicas 1 would keep a copy, or --snapshots DIR with --restart N a snapshot"
     " (not of a dist_async store)"
 )
-"""What to do about a lost server in a job whose workers would have gone on; the workers' errors have the details."""
+"""Advice about a lost server in a job whose workers would have gone on; the workers' errors have the details."""
 
 INDENT = "    "
 
@@ -532,7 +532,7 @@ class Job:
         return self.cause is not None and bool(self.cause.error) and other.error == self.cause.error
 
     def _cure(self, cause: ProcessExit) -> str:
-        """What to do about a process that cannot explain its end itself; empty where only its program could."""
+        """Advice about a process that cannot explain its end itself; empty where only its program could."""
         if cause.status >= 0 and not cause.lost:
             return ""
         hints = []

@@ -187,7 +187,7 @@ HOROVOD_PLACES = (
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
 )
-"""For scripts that read Horovod's variables, in jobs without servers."""
+"""Variables for scripts that read Horovod's, in jobs without servers."""
 """Variables with a worker's position among the other workers."""
 
 

@@ -1,9 +1,9 @@
-"""Requests of a worker's user that are not fulfilled yet: what barriers and checkpoints among them need, and reports
-to the scheduler that all threads of the user wait for other workers. Pure.
+"""Requests of a worker's user that are not fulfilled yet: the state of its barriers and checkpoints, and reports to the
+scheduler that all threads of the user wait for other workers. Pure.
 
 The scheduler finds deadlocks in these reports (`core.scheduler.deadlocks`), so a report must be certain. It is sent
-only if every thread that may act waits, without a time-out, and every open request can only go on by something that
-another worker has yet to do: push, initialise a key, arrive at a barrier.
+only if every thread that may act waits, without a time-out, and every open request needs an action of another worker: a
+push, the initialisation of a key, the arrival at a barrier.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32
 
 ASK_AGAIN_S = 1.0
-"""How long the scheduler has to say who is missing at a barrier that is late."""
+"""Time that the scheduler has to name the missing workers of a late barrier."""
 SLICES_PER_MARK = 1 << 18
 REPORT_AFTER_S = 2.0
 """Shorter waits are not reported."""
 LOOK_EVERY_S = 1.0
 STRETCHES_MAX = 1 << 16
-"""A longer report is not sent."""
+"""Largest number of stretches in a report; a longer report is not sent."""
 REQUESTS_MAX = 64
 NONE: U32 = np.zeros(0, np.uint32)
 
@@ -46,18 +46,18 @@ class Pending:
     due: float = field(default=fx.NEVER)
     """When it times out."""
     asked: bool = False
-    """Whether it is late, and the scheduler was asked who is missing."""
+    """Whether it is late, and the scheduler was asked for the missing workers."""
     in_background: bool = False
-    """Whether its user goes on meanwhile, so that other requests are explained first."""
+    """Whether its user continues meanwhile, so that other requests are explained first."""
     deed: str = ""
-    """What other workers have to do before a push is due, if the request asks when it is; its user may go on
+    """For a request that asks when a push is due: the action of other workers that makes it due. Its user may continue
     meanwhile."""
     awaits: tuple[int, ...] | None = None
     """Ranks of these workers, by the server's answer; None before the answer."""
     is_queued: bool = False
     """Whether this worker has queued it until the worker takes part, or until all are back at a snapshot."""
     asked_for: msg.Message | None = None
-    """What the scheduler was asked."""
+    """The message that asked the scheduler."""
 
 
 class PendingRequests:
@@ -76,7 +76,7 @@ class PendingRequests:
         return self._all[request]
 
     def get(self, request: int) -> Pending | None:
-        """The request of this number, if it waits."""
+        """The request with this number, if it is open."""
         return self._all.get(request)
 
     def __iter__(self) -> Iterator[Pending]:
@@ -123,7 +123,7 @@ class PendingRequests:
         return pending
 
     def release(self, request: int) -> None:
-        """Remove a request that was held back, as it is called anew."""
+        """Remove a request that was queued, as it is called anew."""
         del self._all[request]
 
     def close(self, pending: Pending, result: object = None) -> fx.Effect:
@@ -154,7 +154,7 @@ class BarrierCalls:
         self._pending = pending
         self._name = name
         self._open: dict[int, msg.Barrier] = {}
-        """By request."""
+        """Number of a request → its barrier."""
         self._entered: set[int] = set()
         """Stores of which this worker has entered a barrier, and has had no answer in time."""
 
@@ -177,7 +177,7 @@ class BarrierCalls:
         self._entered.clear()
 
     def late(self, pending: Pending, now: float) -> list[fx.Effect] | None:
-        """React to a deadline: first ask once more who is missing. None if the request is not a barrier."""
+        """Handle a deadline: first ask once more for the missing workers. None if the request is not a barrier."""
         barrier = self._open.get(pending.request)
         if barrier is None:
             return None
@@ -203,25 +203,25 @@ class BarrierCalls:
 
 
 class SavingCalls:
-    """What this worker has asked to be saved and restored.
+    """Checkpoints and loads that this worker has asked for.
 
     Args:
         pending: all requests of the worker.
-        transfers: knows what has been pushed.
+        transfers: has the push counters.
     """
 
     def __init__(self, pending: PendingRequests, transfers: Transfers) -> None:
         self._pending = pending
         self._transfers = transfers
         self._saved: dict[int, int] = {}
-        """Store → the number of the next checkpoint of this worker."""
+        """Store → number of its next checkpoint on this worker."""
         self.waiting: list[req.LoadStore] = []
-        """Loads that wait until no push is under way. Empty nearly always."""
+        """Loads that wait until no push is in flight. Empty nearly always."""
         self.hint: msg.Waiting | None = None
-        """Who is missing in a checkpoint."""
+        """The scheduler's last hint about the missing workers of a checkpoint."""
 
     def begin_at(self, stores: U32, saves: U32) -> None:
-        """So many checkpoints of these stores were begun meanwhile, without this worker."""
+        """Record the numbers of the next checkpoints of stores: others were begun without this worker."""
         self._saved.update(zip(stores.tolist(), saves.tolist(), strict=True))
 
     def claim(self, request: req.ClaimFolder) -> list[fx.Effect]:
@@ -230,7 +230,7 @@ class SavingCalls:
         return [self._pending.ask(request.request, claim)]
 
     def claimed(self, asked: msg.Message | None, message: msg.Claimed) -> None:
-        """Take over the number of the next checkpoint, whether it can be saved or not."""
+        """Adopt the number of the next checkpoint, whether it can be saved or not."""
         if isinstance(asked, msg.Claim):
             self._saved[asked.store] = max(message.counter, self._saved.get(asked.store, 0))
 
@@ -259,7 +259,8 @@ class SavingCalls:
         return [*effects, self._pending.ask(request.request, save)]
 
     def give_up(self, server: Member, number: int) -> list[fx.Effect]:
-        """Tell a server that has slices only now of the checkpoints under way, which others may mark at it, too.
+        """Tell a server that has taken over slices of the checkpoints in flight, which other workers may mark at it,
+        too.
 
         Args:
             server: the server.
@@ -313,10 +314,10 @@ class Threads(Protocol):
         """The threads that may act while others wait, named; '' if none may act, or none waits."""
 
     def longest_wait_since(self) -> float | None:
-        """Since when the thread waits that has waited longest; None if none does."""
+        """Since when the longest waiting thread waits; None if none does."""
 
     def room_wait(self) -> str:
-        """What a push waits for that has no room, such as ``for room: …``; '' if none does."""
+        """Why a push waits for room, such as ``for room: …``; '' if none does."""
 
 
 class UnknownThreads:
@@ -350,7 +351,7 @@ class BlockedReports:
 
     def __init__(self, threads: Threads, pending: PendingRequests, transfers: Transfers) -> None:
         self.next_look = fx.NEVER
-        """When something may have changed that the scheduler should know."""
+        """Time of the next check for changes that the scheduler should know."""
         self._threads = threads
         self._pending = pending
         self._transfers = transfers
@@ -362,7 +363,7 @@ class BlockedReports:
             self.next_look = now + REPORT_AFTER_S
 
     def look(self, leaving: int | None, now: float) -> msg.Blocked | None:
-        """What has changed since the last report; None if nothing has.
+        """Return a new report; None if nothing has changed since the last report.
 
         Args:
             leaving: the request to leave, while pushes stand before it.
@@ -374,12 +375,12 @@ class BlockedReports:
         return None if report is said else report
 
     def repeat(self, now: float) -> None:
-        """Nobody knows of the last report any more."""
+        """Send the report again, as its receiver may have lost the last report."""
         self._said = replace(self._said, call="", number=self._said.number + 1)
         self.next_look = now + LOOK_EVERY_S if len(self._pending) else fx.NEVER
 
     def report(self, leaving: int | None, now: float) -> msg.Blocked:
-        """Return a report of what this worker waits for now; the last report itself if nothing has changed."""
+        """Return a report of this worker's present waits; the last report itself if nothing has changed."""
         report = self._report(leaving, now) or msg.Blocked(0, "", (), (), -1, NONE, NONE, NONE)
         if not _says_the_same(report, self._said):
             self._said = replace(report, number=self._said.number + 1)
@@ -420,7 +421,7 @@ class BlockedReports:
 
 
 def _says_the_same(one: msg.Blocked, other: msg.Blocked) -> bool:
-    """Whether two reports differ in their numbers at most."""
+    """Whether two reports are equal, except perhaps for their numbers."""
     whats = [(report.call, report.requests, report.awaits, report.slice) for report in (one, other)]
     if whats[0] != whats[1]:
         return False
@@ -429,7 +430,7 @@ def _says_the_same(one: msg.Blocked, other: msg.Blocked) -> bool:
 
 
 def _stretches(pushed: U32, awaited: U32) -> U32:
-    """Where both columns change, and where they end."""
+    """Positions at which a column changes, and the end of the columns."""
     changes = np.flatnonzero((pushed[1:] != pushed[:-1]) | (awaited[1:] != awaited[:-1])) + 1
     begin = np.zeros(min(1, len(pushed)), np.intp)
     return np.concatenate([begin, changes, np.array([len(pushed)], np.intp)]).astype(np.uint32)

@@ -53,14 +53,14 @@ class KeyInfo:
     form: str = ""
     """How its rows begin, if it is a sparse table."""
     name: str = field(init=False, compare=False)
-    """What messages call it: see `name_of`."""
+    """Its name in messages: see `name_of`."""
 
     def __post_init__(self) -> None:
         self.name = name_of(self.key)
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.slices[-1].stop
 
 
@@ -101,7 +101,7 @@ class RunPlan:
         return [self.positions[number] for number in ids.tolist()]
 
     def alone(self, number: int) -> RunPlan:
-        """Return the plan of a run of one of the slices. It is not for answers."""
+        """Return the plan of a run of a single slice. It is not for answers."""
         one = slice(self.positions[number], self.positions[number] + 1)
         counts, dtypes = self.counts[one], self.dtypes[one]
         return replace(self, ids=self.ids[one], counts=counts, dtypes=dtypes, nbytes=offsets(dtypes, counts)[1])
@@ -152,7 +152,7 @@ def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
 
 
 _Batch = list[tuple[int, Slice, DType, int]]
-"""The index of the key, a slice of it, its type, and the elements of the key."""
+"""The index of the key, a slice of it, its dtype, and the number of elements of the key."""
 
 
 def _run(server: int, batch: _Batch) -> RunPlan:
@@ -237,15 +237,15 @@ class Run:
     stays: bool = False
     """Whether the server reads the payload in place, so that a larger message costs nothing."""
     samples: int = 0
-    """How many examples a contribution sums; 0 if unknown."""
+    """Number of examples that a contribution sums; 0 if unknown."""
     chunks: Sequence[RowChunk] = ()
-    """Of a run of rows: its content, a message per chunk, instead of a payload."""
+    """For a run of rows: its content, a message per chunk, instead of a payload."""
     row_length: int = 0
     """Elements of a row."""
     encoded: Encoded | None = None
     """How the payload is encoded; None for the elements themselves."""
     states: U8 | None = None
-    """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which array of the optimizer's state."""
+    """For `PULL_STATE` and `REPLACE_STATE`: the array of the optimizer's state, per slice."""
     contributors: tuple[msg.Contributor, ...] = ()
     """The pushes that are in it, if it is the sum of a host."""
 
@@ -268,7 +268,7 @@ class Run:
     """(n,) which slices have an answer, where each key is answered separately: none may be answered twice."""
 
     def begin(self, number: int, transfer: Transfer, steps: U32, versions: U32) -> None:
-        """Take a run over: it is under way, as part of a transfer."""
+        """Take over a run, which is in flight from now on as part of a transfer."""
         self.number, self.request, self.kind = number, transfer.request, transfer.kind
         self.priority, self.key_by_key = transfer.priority, transfer.key_by_key
         self.steps, self.versions, self.left = steps, versions, len(self.plan.ids)
@@ -276,7 +276,7 @@ class Run:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether servers keep what it pushes, or apply what they have kept."""
+        """Whether servers keep its pushes until the norm is known, or apply the pushes that they have kept."""
         return self.flags is not None and bool(self.flags[0] & _CLIPPED)
 
     @property
@@ -428,7 +428,7 @@ class DeclareKeys:
     pulled_as: tuple[DType, ...] = ()
     """The dtypes in which values come back; empty if equal to `dtypes`."""
     forms: tuple[str, ...] = ()
-    """Of each key its form; none if all are arrays."""
+    """Form of each key; empty if all are arrays."""
 
     @property
     def message(self) -> msg.Declare:
@@ -440,7 +440,7 @@ class DeclareKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """Push, pull, both, or give first values; completes when the last slice is answered."""
+    """A push, a pull, both, or the first values; completes when the last slice is answered."""
 
     request: int
     kind: RunKind
@@ -454,9 +454,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnterBarrier:
-    """Wait for all workers; with a time-out the wait fails then, naming who is missing.
+    """Wait for all workers; after `timeout_s` the wait fails, and the error names the missing workers.
 
-    It fails as well, for all of them, when they do not all make the same `statement`.
+    It also fails, for all workers, if they do not all make the same `statement`.
     """
 
     request: int
@@ -469,8 +469,8 @@ class EnterBarrier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClaimFolder:
-    """The next checkpoint is the first one in the directory of this folder; completes with the run, when the job has
-    the lock of the directory and every server can write there."""
+    """Claim the directory of this folder for the next checkpoint, the first in it; completes with the run, when the job
+    has the lock of the directory and every server can write to it."""
 
     request: int
     store: int
@@ -480,26 +480,26 @@ class ClaimFolder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveStore:
-    """Save what the store has after the pushes that were submitted before; completes when it is a checkpoint."""
+    """Save the store with the pushes that were submitted before; completes when the checkpoint is complete."""
 
     request: int
     store: int
     folder: str
     contents: tuple[str, ...]
     run: str
-    """As the claim of its directory gave it; empty if there is none, which fails for all."""
+    """The run returned by the claim of its directory; empty without a claim, which fails for all."""
     step: int
     keep: int
     file: msg.SavedFile
     keys: tuple[KeyInfo, ...]
-    """All of the store."""
+    """All keys of the store."""
     failure: str = ""
     """Why this worker cannot take part, so that it fails for all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadStore:
-    """Restore the store, once no push of this worker is under way; completes when every server has done so."""
+    """Restore the store, once no push of this worker is in flight; completes when every server has done so."""
 
     request: int
     store: int
@@ -511,8 +511,8 @@ class LoadStore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TakePart:
-    """Let rounds wait from now on for this worker, which came later; completes with how many updates the weights of the
-    store have had by then."""
+    """Let rounds wait from now on for this worker, which joined later; completes with the number of updates of the
+    store's weights at that time."""
 
     request: int
     store: int
@@ -520,28 +520,28 @@ class TakePart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportProgress:
-    """Say how many examples were made since the last push of a slice. Completes with a `Due` when the next push is due,
-    or with None at the next report, if that comes first."""
+    """Report how many examples were processed since the last push of a slice. Completes with a `Due` when the next push
+    is due, or with None at the next report, if that comes first."""
 
     request: int
     server: int
     """The number of the server that has the slice."""
     progress: msg.Progress
-    """But for the `step`, which the worker knows."""
+    """The report without its `step`, which the worker fills in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportTimes:
-    """Tell the scheduler how the time of the last steps went; completes at once."""
+    """Report the times of the last steps to the scheduler; completes at once."""
 
     request: int
     times: msg.StepTimes
-    """But for `sending_us`, which the worker knows."""
+    """The times without `sending_us`, which the worker fills in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leave:
-    """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
+    """Take leave once all pushes have arrived; with a `failure` report it at once, which ends the job."""
 
     request: int
     failure: str = ""
@@ -551,9 +551,9 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcceptRollback:
-    """The user is about to see that all went back to a snapshot: what is called from now on is meant for after that.
+    """Announce that the user is about to see the rollback: later calls are meant for the state after it.
 
-    Answered when all have, by the newest error: another server may have been lost meanwhile.
+    Answered when all processes have gone back, with the newest error: another server may have been lost meanwhile.
     """
 
     request: int
@@ -578,7 +578,8 @@ Request = (
     | ReportTimes
     | Leave
 )
-"""`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""
+"""The worker passes `Configure` and `Command` on to the scheduler; they complete when all servers have executed
+them."""
 
 
 def label_of(request: Request) -> str:
