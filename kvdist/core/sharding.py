@@ -1,15 +1,15 @@
-"""Where every element of a key lives: on which server, in which slice. Pure arithmetic.
+"""The place of every element of a key: its server and its slice. Pure arithmetic.
 
-A key with fewer than `bigarray_bound` elements lives whole on a server (its *home*); a larger key is cut into one
-contiguous range per server. Either way it is handled in slices of at most `slice_bytes`, so that sending, summing
-and updating overlap. Slices have numbers that are unique in the cluster and consecutive within a key, in the order of
-the elements.
+A key with fewer than `bigarray_bound` elements lives whole on a server (its *home*); a larger key is cut into a
+contiguous range per server. Either way it is handled in slices of at most `slice_bytes`, so that sending, summing and
+updating overlap. Slices have numbers that are unique in the cluster and consecutive within a key, in the order of the
+elements.
 
 Elements that an optimizer must see together stay together: for a rule that needs lengths of the whole, a key lives
 whole on a server, however large; for a rule that needs rows, it is cut between rows, and slices hold whole rows.
 
-A table of rows is cut between rows, too, but into one slice per server, of whatever size: its messages carry only the
-rows that matter.
+A table of rows is cut between rows, too, but into one slice per server, of any size: its messages carry only the rows
+that matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.protocol import messages as msg
 
 PAGE_ELEMENTS = 4096
-"""So many elements fill whole pages, whatever their type."""
+"""Number of elements that fill whole pages with any dtype."""
 LINE_ELEMENTS = 16
 """Slices that are too short for pages begin at cache lines: then none has to be padded, and thus copied, to be sent."""
 PAGES_PER_RANGE_MIN = 16
@@ -61,7 +61,7 @@ def ranges(size: int, parts: int) -> list[tuple[int, int]]:
 
 
 class Keep(enum.Enum):
-    """What of a key must stay together, because its optimizer needs it so."""
+    """The part of a key that must stay together, because its optimizer needs it so."""
 
     NOTHING = enum.auto()
     ROWS = enum.auto()
@@ -69,7 +69,7 @@ class Keep(enum.Enum):
 
 
 def keep_for(optimizer: Optimizer | None) -> Keep:
-    """What this optimizer needs."""
+    """The part of a key that this optimizer needs together."""
     if optimizer is None:
         return Keep.NOTHING
     return Keep.WHOLE if optimizer.needs_norms else Keep.ROWS if optimizer.by_rows else Keep.NOTHING
@@ -162,13 +162,13 @@ class Placer:
         forms: Sequence[str] = (),
         slice_bytes: int = 0,
     ) -> msg.Placement:
-        """Give each key a home and numbers. Larger keys choose first, so that the bytes balance well.
+        """Assign each key a home and slice numbers. Larger keys choose first, so that the bytes balance well.
 
         Args:
-            keys, shapes, itemsizes: of each key its name, shape, and bytes per element.
-            keep: what of each must stay together.
-            forms: of each key its form; none for arrays all.
-            slice_bytes: the most bytes of a slice, where it is not the placer's.
+            keys, shapes, itemsizes: name, shape, and bytes per element of each key.
+            keep: the part of each key that must stay together.
+            forms: form of each key; empty if all are arrays.
+            slice_bytes: largest size of a slice in bytes; 0 is the placer's.
         """
         slice_bytes = slice_bytes or self.slice_bytes
         homes = [msg.Placement.CUT] * len(keys)

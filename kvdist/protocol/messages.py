@@ -55,7 +55,7 @@ from kvdist.protocol.wire_types import (
 
 
 class WireMessage:
-    """What every kind of message has."""
+    """Base class of all messages."""
 
     __slots__ = ()
     KIND: ClassVar[int]
@@ -72,7 +72,7 @@ class Stamp:
     epoch: int
     source: Member
     destination: int
-    """The incarnation this is meant for; 0 while the sender does not know it."""
+    """The incarnation of the receiver; 0 while the sender does not know it."""
     seq: int
     """1, 2, … per pair of members for sequenced messages; 0 for the others."""
     ack: int
@@ -97,7 +97,7 @@ class ErrorCode(enum.IntEnum):
 
 
 class OnLoss(enum.IntEnum):
-    """What follows when a worker is lost."""
+    """Policies for the loss of a worker."""
 
     FAIL = 0
     """The job ends."""
@@ -128,11 +128,11 @@ class Flag(enum.IntFlag):
     AVERAGE = 4
     """Divide the sum by the number of contributions, including empty contributions."""
     HOLD = 8
-    """The answer's value is read where it lies, until the next value of this slice has been received."""
+    """The new value is read in place by the worker, until the next value of this slice has been received."""
     MEASURE = 32
     """Keep the contributions of the round, and answer with the sum of squares of their sum."""
     APPLY = 64
-    """Empty: apply what the round before has kept, multiplied by the rescale that comes along."""
+    """Empty: apply the contributions that the previous round has kept, multiplied by the rescale of this push."""
 
 
 ROWS = "rows"
@@ -164,7 +164,8 @@ class Hello(WireMessage):
     host: Name
     pid: UInt32
     endpoint: Name
-    """Where a server accepts workers, or a worker the others of its host; empty for a worker that sums alone."""
+    """Endpoint of a server for workers, or of a worker for the others of its host; empty for a worker that sums
+    alone."""
     num_workers: UInt32
     num_servers: UInt32
     version: Name
@@ -181,16 +182,16 @@ class Welcome(WireMessage):
     rank: UInt32
     incarnation: UInt64
     on_loss: Loss = OnLoss.FAIL
-    """The scheduler's word, which holds for all."""
+    """The scheduler's policy, which holds for all."""
     away_s: Seconds = 0.0
-    """How long the scheduler may be away, because it is started again; 0: it is not."""
+    """Time that the scheduler may be away, because it is restarted; 0: it is not restarted."""
     replicas: UInt32 = 0
-    """How many other servers keep a copy of the slices of each server."""
+    """Number of other servers that keep a copy of the slices of each server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected(WireMessage):
-    """Any process → a process that may not take part: why not. Final."""
+    """Any process → a process that may not take part: the reason. Final."""
 
     KIND = 3
     SEQUENCED = False
@@ -208,14 +209,14 @@ class Peer:
     pid: UInt32
     endpoint: Name
     life: UInt32 = 0
-    """How often a process of this rank was started before."""
+    """Number of processes of this rank that were started before."""
     since: FromMinusOne = -1
     """The version from which on rounds wait for a worker that has joined later; `LATER`: none does yet; -1: all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How many pushes of a lost worker are counted in the slices of a store: those of a server, or all."""
+    """Numbers of counted pushes of a lost worker in the slices of a store: those of a server, or all."""
 
     rank: UInt32
     incarnation: UInt64
@@ -223,11 +224,11 @@ class Fate:
     least: UInt32
     most: UInt32
     slices: UInt32
-    """With `most`."""
+    """Number of slices with `most` counted pushes."""
     of: UInt32
-    """All that have been pushed to by anybody."""
+    """Number of slices that any worker has pushed."""
     examples: UInt64 = 0
-    """How many examples its pushes summed, where most are counted."""
+    """Number of examples that its pushes summed, where most are counted."""
 
 
 Fates = Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
@@ -252,7 +253,7 @@ class Roster(WireMessage):
     owners: Ranks = ()
     """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
     fates: Fates = ()
-    """How many pushes of lost workers are counted over all servers, until all servers know."""
+    """Numbers of counted pushes of lost workers over all servers, until all servers know."""
     hold: UInt32 = 0
     """Epoch of the first roster with this hold; 0: none. A server makes at most a version more of each slice while it
     lasts, and none where all wait for the return of lost workers."""
@@ -267,12 +268,12 @@ class Roster(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Seen(WireMessage):
-    """Server → scheduler: the roster of this epoch is applied. Repeated when what it says has changed."""
+    """Server → scheduler: the roster of this epoch is applied. Repeated when another field has changed."""
 
     KIND = 6
     epoch: UInt32
     fates: Fates
-    """Of the roster's lost workers: no more of their pushes will be counted."""
+    """Fates of the roster's lost workers: no more of their pushes will be counted."""
     valueless: Numbers
     """The slices of this server without first values, if the roster has lost workers."""
     whole: Boolean
@@ -306,7 +307,7 @@ class _OfKeys(_OfStore):
     pulled_as: DTypes
     """Per key the dtype in which its values travel to workers: that of the key, or a half for a key of float32."""
     forms: Forms
-    """Per key: empty for an array, else what the rows of a table begin as."""
+    """Per key: empty for an array, else the initial value of the rows of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +321,7 @@ class Declare(_OfKeys):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the slices of a list of keys live.
+    """The places of the slices of a list of keys.
 
     `homes[i]` is a server's rank, or `CUT` for a key cut over all, or `CUT_AT_ROWS` for a key cut between its rows.
     """
@@ -337,7 +338,7 @@ _PLACEMENT = record("placement", Placement, "keys", ("first_slices", "homes"))
 
 @dataclass(frozen=True, slots=True)
 class Placed(WireMessage):
-    """Scheduler → worker: every worker declared these keys alike; this is where they live."""
+    """Scheduler → worker: every worker declared these keys alike; this is their placement."""
 
     KIND = 11
     request: UInt64
@@ -409,8 +410,8 @@ class Barrier(_OfStore):
     pushes: UInt32 = 0
     """As in `Declare`."""
     repeats: Boolean = False
-    """Whether the worker has entered this barrier before, and knows of no answer: it asks who is missing, or it calls
-    again after its timeout. Answered at once if the barrier is over."""
+    """Whether the worker has entered this barrier before, and knows of no answer: it asks for the missing workers, or
+    it calls again after its timeout. Answered at once if the barrier is over."""
 
 
 # Data: between workers and servers, and workers of one host. No scheduler involved.
@@ -454,10 +455,10 @@ class _Contributions(WireMessage):
     versions: U32s
     """The version of the weights that the contribution was computed on."""
     samples: U32s
-    """How many examples the contribution sums; 0 = unknown."""
+    """Number of examples that the contribution sums; 0 = unknown."""
     flags: PushFlags
     settings: Settings
-    """Distinct (learning rate, weight decay, rescale); NaN for what the server's optimizer should decide."""
+    """Distinct (learning rate, weight decay, rescale); NaN for a number that the server's optimizer should decide."""
     setting_of: U8s
     """(n,) index into `settings`."""
 
@@ -509,7 +510,7 @@ class Refused(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceValues(_OfSlices):
-    """Worker 0 → server: new values of slices in place of the present values, while no push is under way."""
+    """Worker 0 → server: new values of slices in place of the present values, while no push is in flight."""
 
     KIND = 26
     arrays: SliceArrays
@@ -519,19 +520,19 @@ class ReplaceValues(_OfSlices):
 class PullState(_OfSlices):
     """Worker → server: send the optimizer's state of slices, of which my first `steps` pushes are counted.
 
-    Averages of the weights wait for that, all else is refused until then. Each is answered by `Values` with its part,
-    of the dtype in which states are kept.
+    Averages of the weights wait for these pushes, other parts are refused until then. Each is answered by `Values` with
+    its part, of the dtype in which states are kept.
     """
 
     KIND = 70
     steps: U32s
     parts: U8s
-    """(n,) which part of the state: see WIRE.md."""
+    """(n,) the part of the state: see WIRE.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceState(_OfSlices):
-    """Worker → server: new parts of the optimizer's state in place of the present, while no push is under way."""
+    """Worker → server: new parts of the optimizer's state in place of the present, while no push is in flight."""
 
     KIND = 71
     parts: U8s
@@ -540,7 +541,7 @@ class ReplaceState(_OfSlices):
 
 @dataclass(frozen=True, slots=True)
 class Contributor:
-    """A push that is in a sum."""
+    """A push in a sum."""
 
     rank: UInt32
     incarnation: UInt64
@@ -565,10 +566,10 @@ class JoinedPush(WireMessage):
     KIND = 27
     pull: Boolean
     contributors: Contributors
-    """The pushes that are in every sum, that of the sender among them. A sum counts in the place of the first push;
-    the others add no bytes of their own."""
+    """The pushes in every sum, that of the sender among them. A sum counts in the place of the first push; the others
+    add no bytes."""
     runs: U32s
-    """The sender's, which gets the only answer."""
+    """Runs of the sender, which gets the only answer."""
     ids: U32s
     versions: U32s
     flags: JoinedPushFlags
@@ -656,20 +657,20 @@ class StepTimes(WireMessage):
     SEQUENCED = False
     steps: UInt32
     samples: UInt64
-    """Of how many examples the steps were, as far as that is known."""
+    """Number of examples of the steps, as far as it is known."""
     data_us: UInt64
     """Microseconds in which the program has waited for its loader."""
     compute_us: UInt64
-    """Those that were neither spent in the loader nor in waiting for the store."""
+    """Microseconds that were spent neither in the loader nor in waiting for the store."""
     blocked_us: UInt64
-    """Those in which the program has waited for the store."""
+    """Microseconds in which the program has waited for the store."""
     sending_us: UInt64
-    """Those in which something was on its way to servers that had not arrived, whatever the program did meanwhile."""
+    """Microseconds in which messages to servers were in flight, whatever the program did meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ack(WireMessage):
-    """Nothing but the acknowledgement in the stamp. `wanted` asks for an answer: the connection is new."""
+    """Only the acknowledgement in the stamp. `wanted` asks for an answer: the connection is new."""
 
     KIND = 31
     SEQUENCED = False
@@ -678,12 +679,12 @@ class Ack(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(WireMessage):
-    """Scheduler or server → worker: what a request of the worker waits for, so that the worker can report it."""
+    """Scheduler or server → worker: the reason why a request of the worker waits, so that the worker can report it."""
 
     KIND = 32
     SEQUENCED = False
     deed: Sentence
-    """What they have to do, such as ``push 'fc1' (step 8)``; without workers who has to do what."""
+    """The awaited action of the workers, such as ``push 'fc1' (step 8)``; without workers it names the process, too."""
     ranks: Ranks
     """The workers awaited."""
     since_s: Seconds
@@ -731,10 +732,10 @@ class Stop(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocked(WireMessage):
-    """Worker → scheduler: all threads of the user wait, and can go on only if other workers do something.
+    """Worker → scheduler: all threads of the user wait, and can go on only by actions of other workers.
 
-    It holds until the next report. An empty `call` takes it back. Slices that are alike stand together in stretches;
-    the last stretch is all slices that this worker does not know.
+    It holds until the next report. An empty `call` withdraws it. Slices that are alike stand together in stretches; the
+    last stretch is all slices that this worker does not know.
     """
 
     KIND = 36
@@ -747,13 +748,14 @@ class Blocked(WireMessage):
     awaits: Ranks
     """The workers that a server awaits before the next push of this worker is due."""
     slice: FromMinusOne
-    """For which slice the call waits, or -1."""
+    """The slice that the call waits for, or -1."""
     firsts: Numbers
     """(n,) the first slice of each stretch, ascending."""
     pushed: Numbers
-    """(n,) how often this worker has pushed each slice of the stretch; only of slices that have rounds."""
+    """(n,) number of times that this worker has pushed each slice of the stretch; only of slices that have rounds."""
     awaited: Numbers
-    """(n,) how often all workers must have pushed it before the next answer can come; 0 where none is awaited."""
+    """(n,) number of times that all workers must have pushed it before the next answer can come; 0 where none is
+    awaited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -789,7 +791,7 @@ class _OfFolder(_OfStore):
 @dataclass(frozen=True, slots=True)
 class Claim(_OfFolder):
     """Worker → scheduler: my next checkpoint of this store will be the first that I save into the directory of this
-    folder. Answered when the job has the lock of the directory and every server can write there."""
+    folder. Answered when the job has the lock of the directory and every server can write to it."""
 
     KIND = 43
 
@@ -801,7 +803,7 @@ class Claimed(WireMessage):
     KIND = 48
     request: UInt64
     counter: UInt64
-    """The number of that checkpoint among those of the store."""
+    """Number of that checkpoint among those of the store."""
     run: Name
     failure: Sentence
     """Why it cannot be saved; '' if it can."""
@@ -809,7 +811,7 @@ class Claimed(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(_OfFolder):
-    """Scheduler → server: can you write into the directory of this folder, where checkpoints of this run will lie?"""
+    """Scheduler → server: can you write into the directory of this folder, which will hold checkpoints of this run?"""
 
     KIND = 49
     run: Name
@@ -849,11 +851,11 @@ class Save(_OfFolder):
     """Empty if the worker has not claimed the folder, and does not take part."""
     step: UInt64
     keep: UInt32
-    """How many checkpoints to keep beside each other; 0 = all."""
+    """Number of checkpoints to keep; 0 = all."""
     num_keys: UInt32
-    """How many keys the store has, as this worker knows."""
+    """Number of keys of the store, as this worker knows."""
     file: Annotated[SavedFile, _FILE]
-    """What the worker itself wants to have back."""
+    """The worker's own file in the checkpoint."""
     failure: Sentence
     """Why the worker cannot take part; empty if it does."""
     pushes: UInt32 = 0
@@ -874,7 +876,7 @@ class Saved(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Load(_OfFolder):
-    """Worker → scheduler: none of my pushes is under way; restore the store. Answered when every server has."""
+    """Worker → scheduler: none of my pushes is in flight; restore the store. Answered when every server has."""
 
     KIND = 44
     failure: Sentence
@@ -892,10 +894,10 @@ class Restore(_OfFolder):
 
 @dataclass(frozen=True, slots=True)
 class TakeRestored(_OfStore):
-    """Scheduler → server: every server has read what it needs; go on from there.
+    """Scheduler → server: every server has read its values; go on from them.
 
-    After a `Rewind` the push counters, too, are those that were read, and every worker is told by `Rewound`: no push of
-    any worker is in flight. Slices that were not read begin anew. No version is made before the next cut.
+    After a `Rewind` the push counters, too, are those that were read, and every worker gets a `Rewound`: no push of any
+    worker is in flight. Slices that were not read begin anew. No version is completed before the next cut.
     """
 
     KIND = 46
@@ -913,7 +915,7 @@ class DropRestored(_OfStore):
 # Newcomers: workers that join a running job.
 
 LATER = (1 << 32) - 1
-"""In place of a counter: no round of this slice waits for the worker before another `Counters` with its begin."""
+"""Replaces a counter: no round of this slice waits for the worker before another `Counters` with its begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -931,7 +933,7 @@ class Ready(WireMessage):
 class Join(_OfStore):
     """Scheduler → server: rounds of this store that have left these members out wait for them from now on.
 
-    Tell the members by `Counters`.
+    The server informs the members by `Counters`.
     """
 
     KIND = 85
@@ -940,9 +942,9 @@ class Join(_OfStore):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counters(WireMessage):
-    """Server → worker that came later: where your push counters of my slices begin, or `LATER`.
+    """Server → worker that joined later: where your push counters of my slices begin, or `LATER`.
 
-    updates: how many updates the weights have had by that push, those before a loaded checkpoint included.
+    updates: number of updates of the weights by that push, those before a loaded checkpoint included.
     """
 
     KIND = 83
@@ -971,17 +973,17 @@ class TakeSnapshot(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How many examples a worker's pushes summed, of those that a snapshot has."""
+    """Number of examples that a worker's pushes summed, of those in a snapshot."""
 
     incarnation: UInt64
-    """Of the worker."""
+    """Incarnation of the worker."""
     examples: UInt64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotTaken(WireMessage):
     """Server → scheduler: my slices of that snapshot are in this file; or not, because of `failure`. It names all
-    workers whose pushes count there, but for those that were given up before."""
+    workers whose pushes the slices count, except those that were evicted before."""
 
     KIND = 111
     folder: Name
@@ -1004,7 +1006,7 @@ class Rewind(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Quiet(WireMessage):
-    """Worker → scheduler: I have dropped all that the `Rewind` names, and none of it is under way."""
+    """Worker → scheduler: I have dropped all that the `Rewind` names, and none of it is in flight."""
 
     KIND = 113
     number: UInt32
@@ -1053,18 +1055,18 @@ class Replicate(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a round knows of a worker."""
+    """The state of a worker in a round."""
 
     rank: UInt32
     counted: UInt32
-    """Its pushes that are in the value, or were refused for good."""
+    """Number of its pushes that are in the value, or were refused for good."""
     examples: UInt64
     since: FromMinusOne
-    """The version from which on it takes part, `LATER` if that is not known yet; -1: it does."""
+    """The version from which on it takes part, `LATER` if that is not known yet; -1: it takes part already."""
     began: FromMinusOne
-    """Where its counter began, if it has joined later, else -1."""
+    """The begin of its counter, if it has joined later, else -1."""
     refused: FromMinusOne
-    """The counter of its last push, if that was refused for good, else -1; and why it was."""
+    """The counter of its last push, if that was refused for good, else -1; `code` and `reason` have the refusal."""
     code: FromMinusOne
     reason: Sentence
 
@@ -1079,7 +1081,7 @@ class Fill(WireMessage):
 
     KIND = 103
     ids: U32s
-    """The same slice for each part."""
+    """The slice, repeated for each part."""
     parts: U8s
     """Per array the part of which it is a piece; pieces of a part follow each other."""
     version: UInt32
@@ -1091,7 +1093,7 @@ class Fill(WireMessage):
     has_value: Boolean
     """Whether its first values are complete."""
     initializer: Name
-    """What lazy rows begin as."""
+    """Initial value of lazy rows."""
     more: Boolean
     """Further pieces of the same slice follow."""
     arrays: SliceArrays
@@ -1113,7 +1115,7 @@ HEAD_OF_USERS_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Command(WireMessage):
-    """Worker → scheduler: let every server run the handler `head` with `body`, and say when all have."""
+    """Worker → scheduler: let every server run the handler `head` with `body`. Answered when all have."""
 
     KIND = 50
     request: UInt64
@@ -1144,17 +1146,17 @@ class Lease(_OfStore):
     length: UInt64
     """Examples in the data set."""
     epochs: UInt32
-    """How often the pass takes each of them."""
+    """Number of times that the pass takes each of them."""
     shuffle: Boolean
     seed: UInt64
     batch: UInt32
     """Examples in a batch."""
     wanted: UInt32
-    """How many at most."""
+    """Largest number of examples to lease."""
     used: UInt64
-    """How many of its examples this process has used, since it began."""
+    """Number of its examples that this process has used, since it began."""
     version: UInt64
-    """How many updates the weights have had that it knows."""
+    """Number of updates of the weights that it knows of."""
     rests: Boolean
     """Whether the worker has no examples left: if none are free, answer when some are, and do not wait for me."""
 
@@ -1174,16 +1176,16 @@ class Leased(WireMessage):
     is_over: Boolean
     """Whether all examples of the pass are used."""
     version: UInt64
-    """The most updates that any worker knows."""
+    """Largest number of updates that any worker knows of."""
     has_rested: Boolean
-    """Whether the worker has rested: the others may have passed barriers without it."""
+    """Whether the worker has rested: the others may have left barriers without it."""
     stores: Numbers
     saves: Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Used(WireMessage):
-    """Worker → scheduler: so many of my examples are used; with `gives_back` others may have the rest."""
+    """Worker → scheduler: number of my examples that are used; with `gives_back` others may have the rest."""
 
     KIND = 93
     request: UInt64
@@ -1193,7 +1195,7 @@ class Used(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Progress(WireMessage):
-    """Worker → server of a slice: since my last push of it, the `step`-th, I have trained on so many examples.
+    """Worker → server of a slice: number of examples that I have trained on since my last push of it, the `step`-th.
 
     The next push is due by the rule `when`, or when all ask for `together`.
     """
@@ -1202,11 +1204,11 @@ class Progress(WireMessage):
     slice: UInt32
     step: UInt32
     samples: UInt64
-    """By `QUORUM`, 1 if the steps are complete, else 0."""
+    """With `QUORUM`, 1 if the steps are complete, else 0."""
     when: When
     quota: UInt64
     now: Boolean
-    """Whether it is due whatever the progress of the others."""
+    """Whether the push is due regardless of the progress of the others."""
     together: Boolean
     """Whether this worker waits until all ask for it, and takes part meanwhile in earlier pushes that are due."""
 
@@ -1226,7 +1228,7 @@ class Due(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class NotDue(WireMessage):
-    """Server → worker: the next push of this slice is not due yet. The answer to a `Progress` that is repeated."""
+    """Server → worker: the next push of this slice is not due yet. The answer to a repeated `Progress`."""
 
     KIND = 96
     SEQUENCED = False
@@ -1254,7 +1256,7 @@ Message = (
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A stamped message: what the transport carries and what the cores receive."""
+    """A stamped message, as the transport carries it and the cores receive it."""
 
     stamp: Stamp
     message: Message

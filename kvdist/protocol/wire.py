@@ -33,8 +33,8 @@ VERSION = 2
 _ENVELOPE = struct.Struct("<4sBBHIIIQQQQIB3s")
 LONG_BYTES = 1024
 _long: tuple[Any, WireLimits, bytes] = (None, DEFAULT, b"")
-"""The last message without arrays whose header was so long, and that header: a broadcast is written once. A
-roster of a thousand takes as long to write as a thousand short messages."""
+"""The last message without arrays with a header of at least `LONG_BYTES`, and that header: a broadcast is encoded once.
+A roster of a thousand takes as long to encode as a thousand short messages."""
 _EMPTY = int(msg.Flag.EMPTY)
 
 
@@ -58,11 +58,11 @@ class MessageFormat:
         fields: its fields in order.
         packs, reads: the names of the fields with the functions of their types.
         has_payload: whether frames of arrays follow the header.
-        groups: for each group of columns its name, and what gets the columns of a message.
+        groups: for each group of columns its name, and a function that gets the columns of a message.
         checks: the fields whose types have a check.
-        rule: what must hold between fields; None for nothing.
-        is_reread: whether `encode` reads its output back: rare messages with input of users, with many ways to
-            be wrong.
+        rule: checks the conditions between fields; None without conditions.
+        is_reread: whether `encode` reads its output back: rare messages with input of users, with many ways to be
+            wrong.
     """
 
     message: type[Any]

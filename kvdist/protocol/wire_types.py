@@ -67,12 +67,12 @@ class WireType:
     """How values of a type travel.
 
     Attributes:
-        name: what WIRE.md calls the type.
-        read: the next value of a source.
-        pack: a value as what msgpack packs.
+        name: name of the type in WIRE.md.
+        read: reads the next value of a source.
+        pack: converts a value to a value that msgpack packs.
         group: fields of a message with the same group have equal lengths: ``slices``, ``numbers`` or ``keys``.
         columns: the attributes of a value whose lengths count for the group; '' is the value itself.
-        check: what else must hold of a value.
+        check: checks further conditions of a value; None without any.
     """
 
     name: str
@@ -310,7 +310,7 @@ def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
 
 
 def _key_bytes(value: object) -> tuple[int, bytes]:
-    """A key's length, or what stands in its place, and its bytes."""
+    """A key's length, or the code that replaces it, and its bytes."""
     if type(value) is str:
         text = value.encode()
         return len(text), text

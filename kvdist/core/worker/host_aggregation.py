@@ -6,14 +6,14 @@ replies from it. Pulls and first values go to the servers. Invariants:
 
 * A slice is forwarded when every live worker of the host has contributed, and never before, so a forwarded push never
   makes a server wait for a worker of this host. An incomplete slice is *handed back* after a while: each worker sends
-  its own contribution, and the server knows who is late. The leader never hands a forwarded slice back.
-* Contributions that agree in settings and flags, and in samples where those weigh, are summed in rank order. The sum
-  counts in the place of the lowest rank with a gradient, and carries the list of the pushes that are in it. What does
-  not agree with the contribution of that rank is handed back. Halves go to the servers: the sum of a host could round
+  its contribution itself, and the server knows which are late. The leader never hands a forwarded slice back.
+* Contributions that agree in settings and flags, and in samples if samples weigh, are summed in rank order. The sum
+  replaces the contribution of the lowest rank with a gradient, and carries the list of the pushes in it. Contributions
+  that do not agree with that rank's are handed back. Half precision goes to the servers: the sum of a host could round
   or overflow where that of all workers does not.
-* When the leader leaves, its followers push to the servers again. A server knows by the push counter what it has.
-* When a worker is lost, servers count nothing of a sum that it is in, as that cannot be taken apart: they hand it back,
-  and each of the others sends its own contribution.
+* When the leader leaves, its followers push to the servers again. A server recognises by the push counter what it has.
+* When a worker is lost, servers count nothing of a sum that it is in, as a sum cannot be split: they hand it back, and
+  each of the other workers sends its contribution itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HostAggregation:
     Args:
         setting: ``off``, ``auto`` (large slices that go to servers elsewhere are summed first) or ``on`` (all slices).
         limits: sizes and times.
-        allocate: gives memory for sums, and for values on their way to other workers.
+        allocate: allocates memory for sums, and for values to forward to other workers.
         kernels: the backend for sums.
     """
 
@@ -66,9 +66,9 @@ class HostAggregation:
         self._kernels = kernels
         self._allocate = allocate
         self._met: set[Member] = set()
-        """All that were ever members."""
+        """Every worker that has ever been a member."""
         self._rounds: HostRounds | None = None
-        """Of the leader."""
+        """The leader's rounds; None on other workers."""
         self._forwarded: dict[int, HostRound] = {}
         """Slice → its round until the sum is counted: a server of this host reads the sum in place, even after it has
         acknowledged the message, so the memory must not be used again."""
@@ -80,7 +80,7 @@ class HostAggregation:
         self._may_leave = False
 
     def attach(self, transfers: Transfers) -> None:
-        """Take the traffic of the worker; to be called before anything else."""
+        """Use the transfers of the worker; to be called before anything else."""
         self._transfers = transfers
 
     @property
@@ -90,7 +90,7 @@ class HostAggregation:
 
     @property
     def follows(self) -> bool:
-        """Whether another worker pushes for this one."""
+        """Whether another worker pushes for this worker."""
         return self.leader is not None and self._rounds is None
 
     def aggregates(self, server: int, nbytes: int) -> bool:
@@ -101,7 +101,8 @@ class HostAggregation:
         return server in self.servers and (self._setting == "on" or req.travels_alone(nbytes))
 
     def is_member(self, source: Member) -> bool:
-        """Whether messages of this worker are accepted: the leader listens to all of its host, they to the leader."""
+        """Whether messages of this worker are accepted: the leader accepts those of its host, followers those of the
+        leader."""
         if self.leads:
             return source != self._me and self.members.get(source.node.rank) == source
         return self.follows and source == self.leader
@@ -113,7 +114,7 @@ class HostAggregation:
     # The roster.
 
     def roster(self, me: Member, peers: Sequence[msg.Peer]) -> list[fx.Effect]:
-        """Take the live processes of the cluster."""
+        """Handle a roster: `peers` are the live processes of the cluster."""
         if self._me is None:
             self._me = me
             return self._meet(peers)
@@ -206,7 +207,8 @@ class HostAggregation:
         return effects + self._farewells()
 
     def _summed(self, host_round: HostRound, own: req.Run) -> req.Run:
-        """Return the sum of a host as a run to send, by a single pass over the contributions; `own` gets the answer."""
+        """Return the sum of a host as a run to send, by a single pass over the contributions; the answer goes to the
+        run `own`."""
         shares = host_round.in_order()
         first, arrays = shares[0], [share.values for share in shares if not share.is_empty]
         plan = own.plan.alone(host_round.number)
@@ -233,7 +235,7 @@ class HostAggregation:
     # What the others say.
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> None:
-        """React to a message of another worker of this host."""
+        """Handle a message of another worker of this host."""
         match message:
             case msg.Push() if self._rounds is not None:
                 self._rounds.offer(sender, message, now)
@@ -268,7 +270,7 @@ class HostAggregation:
         return []
 
     def rest(self) -> list[fx.Effect]:
-        """Push nothing for a while: the others of this host do not wait until this worker pushes again."""
+        """Pause pushing: the others of this host do not wait until this worker pushes again."""
         if self._rounds is not None:
             self._rounds.rest(self._rounds.me)
         elif self.leader is not None:
@@ -288,7 +290,7 @@ class HostAggregation:
     # Replies.
 
     def pass_on(self, message: msg.Values | msg.Counted | msg.Refused) -> list[fx.Effect]:
-        """The replies to the followers that follow from a server's reply to this leader."""
+        """The replies for followers that result from a server's reply to this leader."""
         if not self._forwarded:
             return []
         told: dict[tuple[Member, bool], list[tuple[int, int]]] = {}
@@ -299,7 +301,7 @@ class HostAggregation:
         return self._told(message, told)
 
     def handed_back(self, message: msg.HandedBack) -> None:
-        """A server has dropped sums with these slices: every worker in them sends its own contribution."""
+        """Hand back slices of sums that a server has dropped: every worker in them sends its contribution itself."""
         for number in message.ids.tolist():
             for share in self._followers_in(number):
                 assert self._rounds is not None, "only a leader forwards"
@@ -351,7 +353,7 @@ class HostAggregation:
         return fx.NEVER if self._rounds is None else self._rounds.deadline
 
     def tick(self, now: float) -> None:
-        """Hand back what waits for too long."""
+        """Hand back slices that wait for too long."""
         if self._rounds is not None:
             self._rounds.hand_back_late(now)
 
@@ -394,7 +396,7 @@ class HostRounds:
         self.me = me
         self.members = dict(members)
         self.full: list[HostRound] = []
-        """To be forwarded."""
+        """Complete rounds, to be forwarded."""
         self.back: dict[Member, list[tuple[int, int]]] = {}
         """Worker → (run, slice) that it has to send itself."""
         self.is_over = False
@@ -405,7 +407,7 @@ class HostRounds:
         self._alone_up_to: dict[int, int] = {}
         """Slice → the last push counter whose contributions were handed back."""
         self._resting: set[Member] = set()
-        """Who pushes nothing for now. Meanwhile everything is handed back, as nothing can be summed."""
+        """Workers that push nothing for now. Meanwhile everything is handed back, as nothing can be summed."""
 
     @property
     def deadline(self) -> float:
@@ -414,7 +416,7 @@ class HostRounds:
         return fx.NEVER if oldest is None else oldest.since + self._patience_s
 
     def offer(self, sender: Member, message: msg.Push, now: float) -> None:
-        """Take the contributions of a worker.
+        """Add the contributions of a worker.
 
         Raises:
             ValueError: the payload has another length than its header.
@@ -432,9 +434,10 @@ class HostRounds:
             self._offer(number, Contribution(sender, *about, message.pull), now)
 
     def set_members(self, members: Mapping[int, Member]) -> None:
-        """Take the live workers of the host. The others are no longer waited for.
+        """Replace the live workers of the host. Departed workers are no longer awaited.
 
-        A departed worker has no share, see `hand_back_of`. Shares of lost workers go: servers would refuse them.
+        A worker that took leave has no share, see `hand_back_of`. Shares of lost workers are dropped: servers would
+        refuse them.
         """
         self.members = dict(members)
         self._resting &= set(members.values())

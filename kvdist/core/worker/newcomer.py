@@ -1,10 +1,10 @@
-"""A worker that joins a running job: what it holds back until the rounds wait for it. Pure.
+"""A worker that joins a running job: queues its calls until the rounds wait for it. Pure.
 
 Its program begins anew, while the others are in the middle of theirs. Until its first push it looks on: it may read,
-and what it gives changes nothing; what all workers agree on, the others have agreed on before, and the scheduler
-compares what a Trainer says of its model. The first push, or the wish to know when it would be, waits, and everything
-behind it, until every server has said where this worker's push counters begin. The same happens once more in a store
-where rounds do not wait for it yet.
+and its first values and statements change nothing, as the other workers have agreed on them before; only a Trainer's
+description of its model is compared, by the scheduler. The first push, or the question when it is due, waits, with all
+later calls, until every server has announced where this worker's push counters begin. The same happens once more in a
+store whose rounds do not wait for it yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIVES = (req.RunKind.INITIALISE, req.RunKind.REPLACE, req.RunKind.REPLACE_STATE)
 
 
 class Newcomer:
-    """Answers or holds back the calls of a worker that no round waits for yet.
+    """Answers or queues the calls of a worker that no round waits for yet.
 
     Args:
         transfers: its pushes and pulls.
@@ -50,16 +50,16 @@ class Newcomer:
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, end of the slices, store) of each declaration."""
         self.queued: list[req.Request] = []
-        """What waits until it takes part, in the order of the calls."""
+        """Calls that wait until it takes part, in order."""
         self._wish = msg.Ready(0)
 
     def declared(self, request: req.DeclareKeys, first: int, last: int, later: Iterable[int]) -> None:
-        """Keys of this store have these slices. Rounds of `later` have begun without this worker."""
+        """Record the slices of the declared keys of a store. Rounds of `later` have begun without this worker."""
         self._stores.append((first, last + 1, request.store))
         self._later |= set(later) - self._begun
 
     def accept(self, request: req.Request) -> list[fx.Effect] | None:
-        """Hold a call of the user back, or answer it; None if it is like those of others."""
+        """Queue a call of the user, or answer it; None if it is handled as on any worker."""
         if isinstance(request, req.Leave) and request.failure:
             return None
         if self.queued:
@@ -100,7 +100,7 @@ class Newcomer:
 
     @property
     def ready_again(self) -> list[msg.Ready]:
-        """The message to repeat while calls are held back."""
+        """The message to repeat while calls are queued."""
         return [self._wish] if self.queued else []
 
     def _waits_for(self, numbers: set[int]) -> bool:
@@ -120,11 +120,11 @@ class Newcomer:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether servers are about to say where counters begin."""
+        """Whether servers still have to announce where counters begin."""
         return bool(self.queued)
 
     def counters(self, sender: Member, message: msg.Counters) -> int:
-        """Take the start of counters from a server; return the highest."""
+        """Set the start of counters from a server; return the highest."""
         later = message.steps == msg.LATER
         self._later.difference_update(message.ids[~later].tolist())
         self._later.update(message.ids[later].tolist())
@@ -139,7 +139,7 @@ class Newcomer:
         return int(message.steps[~later].max(initial=0))
 
     def rewind(self) -> list[req.Request]:
-        """All rounds wait for this worker, as for any other; returns the queued requests."""
+        """Become a member as all rounds wait for this worker after a rollback; returns the queued requests."""
         self._later.clear()
         self.silent.clear()
         self.is_member = True

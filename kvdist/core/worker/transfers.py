@@ -1,9 +1,9 @@
-"""Transfers of a worker: runs on their way to the servers, the outboxes, and the replies that come back.
+"""Transfers of a worker: runs in flight to the servers, the outboxes, and the replies.
 
 A slice has at most a single push of this worker in flight; the next push waits in line until that is counted. Runs take
-their places in the lines of all their slices at once, in the order of the user's calls. Each slice goes on by itself:
-a free slice never waits for another of its run, or workers that group their keys differently would wait for each other.
-A transfer is finished when every slice of every run has its reply: counted, valued or refused.
+their places in the lines of all their slices at once, in the order of the user's calls. Each slice goes on by itself: a
+free slice never waits for another of its run, or workers that group their keys differently would wait for each other. A
+transfer is finished when every slice of every run has its reply: counted, valued or refused.
 
 An outbox is the queue of messages to a server, by priority, joined, and within the window:
 
@@ -15,7 +15,7 @@ An outbox is the queue of messages to a server, by priority, joined, and within 
 * Bytes that the server has not acknowledged never exceed the window, unless a single message does.
 * A message that has left cannot be overtaken. So with priority slices the window of a line is small, and messages are a
   small part of it: enough to spare both sides a message for each slice. Memory that the server reads in place has the
-  whole window.
+      whole window.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Bits, Coded, Payl
 
 PARTS_PER_MESSAGE_MAX = 4096
 NEAR_BYTES_MAX = 16 << 20
-"""Large parts that stay on this host travel together up to this size, whether the server reads them where they lie or a
-socket takes them at the speed of memory: enough to keep messages rare, little enough for the server to begin while the
+"""Size up to which large parts that stay on this host travel together, whether the server reads them in place or a
+socket copies them at memory speed: large enough to keep messages rare, small enough for the server to begin while the
 next messages are built."""
 FAR_BYTES_MAX = 1 << 20
 """Large parts that cross a network travel together only up to this size, because the server cannot sum what has not
@@ -56,7 +56,7 @@ FRAMES_MAX = 64
 SETTINGS_PER_MESSAGE_MAX = 256
 """`Push.setting_of` is a byte per slice."""
 LEADER = -1
-"""In place of a server's rank: the worker of this host that pushes to servers for the others."""
+"""Replaces a server's rank: the worker of this host that pushes to servers for the others."""
 
 
 _HALVES = (int(DType.FLOAT16), int(DType.BFLOAT16))
@@ -69,7 +69,7 @@ class Credit:
     server: int
     nbytes: int
     contributors: tuple[msg.Contributor, ...] = ()
-    """Of a joined push: the pushes that are in it, once for each part."""
+    """For a joined push: the pushes in it, repeated for each part."""
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class Outbox:
     is_near: bool = False
     """Whether the server is on this host."""
     far_window_bytes: int = 0
-    """The window for what crosses a network."""
+    """The window for messages that cross a network."""
     far_bytes_max: int = 0
-    """Up to how many bytes large parts join across a network; 0 is `FAR_BYTES_MAX`."""
+    """Size up to which large parts join across a network; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
     _heaps: dict[req.BatchKey, list[tuple[int, int, req.RunPart]]] = field(default_factory=dict)
-    """By `Run.batch_key`; none is empty."""
+    """Queued parts by `Run.batch_key`; no heap is empty."""
     _arrivals: int = 0
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Outbox:
         self.join_bytes_max = min(self.join_bytes_max, self.far_bytes_max)
 
     def add(self, part: req.RunPart) -> None:
-        """Queue slices that may leave."""
+        """Queue slices that may be sent."""
         self._arrivals += 1
         heap = self._heaps.setdefault(part.run.batch_key, [])
         heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
@@ -134,11 +134,11 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to leave."""
+        """Whether the queue is empty."""
         return not self._heaps
 
     def forget(self) -> None:
-        """Drop what waits to leave."""
+        """Drop the queue."""
         self._heaps.clear()
 
     def _joinable(self, heap: list[tuple[int, int, req.RunPart]], window_left: int) -> list[req.RunPart]:
@@ -168,7 +168,7 @@ class Outbox:
 
 
 class SliceTable:
-    """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
+    """A worker's state of each slice: its pushes, the newest version seen, the runs in line. Grows with keys."""
 
     _COLUMNS = (
         *("pushed", "versions", "aggregated", "is_lockstep"),
@@ -194,7 +194,7 @@ class SliceTable:
         """Whether this worker was left out of rounds because it had no data; see `rounds`."""
 
     def grow(self, size: int) -> None:
-        """Have rows for slices 0 to `size - 1`. The table at least doubles when it grows."""
+        """Ensure rows for slices 0 to `size - 1`. The table at least doubles when it grows."""
         if size > len(self.pushed):
             more = max(size - len(self.pushed), len(self.pushed))
             for name in self._COLUMNS:
@@ -202,24 +202,24 @@ class SliceTable:
                 setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
 
     def begin_at(self, ids: U32, steps: U32) -> None:
-        """Continue counters from these pushes of other workers, before this worker joined."""
+        """Continue counters from these numbers of pushes of other workers, from before this worker joined."""
         if len(ids):
             self.grow(int(ids.max()) + 1)
             self.pushed[ids] = steps
 
     def drop(self) -> None:
-        """No push is under way any more."""
+        """Record that no push is in flight any more."""
         self._busy[:] = False
         self._delegated[:] = False
         self._lines.clear()
 
     def rewind(self, ids: U32, versions: U32) -> None:
-        """These slices are at these versions, and have as many pushes of this worker."""
+        """Set slices to these versions, with as many pushes of this worker."""
         self.begin_at(ids, versions)
         self.versions[ids] = versions
 
     def enter(self, run: req.Run) -> req.RunPart | None:
-        """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
+        """Assign step numbers and places in line to a pushing run; returns the part that may be sent at once."""
         ids = run.plan.ids
         run.steps = self.pushed[ids]
         self.pushed[ids] += 1
@@ -250,16 +250,16 @@ class SliceTable:
         return [req.RunPart(run, sorted(positions)) for run, positions in freed.values()]
 
     def delegate(self, part: req.RunPart) -> None:
-        """Note that these pushes are with the leader of this host."""
+        """Record that these pushes are with the leader of this host."""
         self._delegated[part.ids] = True
         self._delegated_run[part.ids] = part.run.number
 
     def reclaim(self, ids: U32) -> None:
-        """Note that the leader has answered these pushes, or handed them back."""
+        """Record that the leader has answered these pushes, or handed them back."""
         self._delegated[ids] = False
 
     def reclaim_all(self) -> dict[int, list[int]]:
-        """Take back every push that the leader has: run → its slices."""
+        """Withdraw every push from the leader. Returns run → its slices."""
         found: dict[int, list[int]] = {}
         for number in np.flatnonzero(self._delegated).tolist():
             found.setdefault(int(self._delegated_run[number]), []).append(number)
@@ -272,11 +272,11 @@ class SliceTable:
         return bool(self._delegated.any())
 
     def saw(self, ids: U32, versions: U32) -> None:
-        """These versions have been seen."""
+        """Record that these versions have been seen."""
         self.versions[ids] = np.maximum(self.versions[ids], versions)
 
     def counted_pushes(self) -> U32:
-        """(n,) how many pushes of each slice are counted."""
+        """(n,) number of counted pushes of each slice."""
         counted = self.pushed - self._busy
         for number, line in self._lines.items():
             counted[number] -= len(line)
@@ -291,15 +291,15 @@ class SliceTable:
             counted: (n,) as `counted_pushes` returns them.
 
         Returns:
-            (n,) how many rounds of each slice are closed, as far as this worker has heard; and (n,) in how many it has
-            pushed, or was left out. 0 for slices without rounds.
+            (n,) number of closed rounds of each slice that this worker knows of; and (n,) number of rounds in which it
+                has pushed, or was left out. 0 for slices without rounds.
         """
         closed = np.maximum(counted, self.versions) if self.has_rested else counted
         pushed = self.pushed + (closed - counted)
         return np.where(self.is_lockstep, closed, np.uint32(0)), np.where(self.is_lockstep, pushed, np.uint32(0))
 
     def rounds_of(self, number: int) -> int:
-        """Return how many rounds come before the next push of a slice; without rounds, how many pushes."""
+        """Return the number of rounds before the next push of a slice; without rounds, the number of pushes."""
         if number >= len(self.pushed):
             return 0  # no key is declared
         pushed = int(self.pushed[number])
@@ -322,7 +322,7 @@ class SliceTable:
 
 @dataclass(slots=True)
 class Finished:
-    """What a reply has completed.
+    """Requests and keys that a reply has completed.
 
     Attributes:
         requests: complete now.
@@ -338,19 +338,19 @@ class Transfers:
 
     Args:
         limits: the window and the size of joined messages.
-        traffic: where passes are counted.
+        traffic: counters of passes over values.
     """
 
     def __init__(self, limits: Limits, traffic: Traffic) -> None:
         self._limits = limits
         self.traffic = traffic
         self.kernels: Kernels = REFERENCE
-        """What widens values that come as halves."""
+        """The backend that widens values in half precision."""
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
         self._ready: set[int] = set()
-        """Servers to which something may leave. To look at all outboxes at each reply costs a worker with many servers
-        more than the reply."""
+        """Servers to which a message may be sendable. Checking all outboxes at each reply would cost a worker with many
+        servers more than the reply."""
         self._keeps_little_flying = False
         self._runs: dict[int, req.Run] = {}
         self._runs_left: dict[int, int] = {}
@@ -358,7 +358,7 @@ class Transfers:
         self._next_run = 0
         self._flying_messages = 0
         self._to_aggregate: list[req.RunPart] = []
-        """What may leave, and is summed with the pushes of other workers of this host."""
+        """Parts that may be sent and are summed with the pushes of other workers of this host."""
 
     def add_server(self, rank: int, is_near: bool) -> None:
         """Add a server, or a leader, to send to; `is_near` if it is on this host."""
@@ -376,7 +376,7 @@ class Transfers:
             outbox.keep_little_flying(max(share, limits.priority_slice_bytes))
 
     def start(self, request: req.Transfer) -> None:
-        """Queue the runs of a transfer that has some."""
+        """Queue the runs of a transfer, at least one."""
         self._runs_left[request.request] = len(request.runs)
         for run in request.runs:
             ids = run.plan.ids
@@ -398,7 +398,7 @@ class Transfers:
             self.send_directly(part)
 
     def send_directly(self, part: req.RunPart) -> None:
-        """Send this to its server."""
+        """Send a part to its server."""
         run = part.run
         server = run.plan.server
         if not run.chunks:
@@ -430,17 +430,17 @@ class Transfers:
             self.send_directly(req.RunPart(run))
 
     def take_aggregated(self) -> list[req.RunPart]:
-        """Remove and return what may leave and is summed on this host first."""
+        """Remove and return the parts that are summed on this host before they are sent."""
         parts, self._to_aggregate = self._to_aggregate, []
         return parts
 
     def delegate(self, part: req.RunPart) -> None:
-        """Send this to the leader of this host, which replies for the server."""
+        """Send a part to the leader of this host, which replies for the server."""
         self.slices.delegate(part)
         self._add(LEADER, part)
 
     def handed_back(self, message: msg.HandedBack) -> None:
-        """Send these to their servers, because the leader does not."""
+        """Send slices to their servers, because the leader does not."""
         for run, begin, end in self._segments(message.runs):
             positions = run.plan.positions
             part = req.RunPart(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
@@ -448,7 +448,7 @@ class Transfers:
             self.send_directly(part)
 
     def reclaim(self) -> None:
-        """Send what the leader has not answered to the servers, because it has left; they may have it in a sum."""
+        """Send pushes without an answer of the leader, which has left, to the servers; they may have them in a sum."""
         self._outboxes[LEADER].forget()
         for number, positions in self.slices.reclaim_all().items():
             run = self._runs[number]
@@ -464,7 +464,7 @@ class Transfers:
             self._ready.discard(rank)
 
     def note(self, rank: int) -> Credit:
-        """The token of a message to a server that is not a transfer's."""
+        """The token of a message to a server that belongs to no transfer."""
         self._flying_messages += 1
         return Credit(rank, 0)
 
@@ -475,7 +475,7 @@ class Transfers:
         self._ready.add(credit.server)
 
     def values(self, message: msg.Values) -> Finished:
-        """Copy values to the user's arrays; returns what is finished."""
+        """Copy values to the user's arrays. Returns the completed requests and keys."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
             if not run.kind.pulls:
@@ -498,7 +498,7 @@ class Transfers:
         return self.answered(message)
 
     def _widen(self, sinks: Sequence[Bits], arrays: Sequence[Bits], codes: Sequence[int]) -> None:
-        """Copy values, some of which come as halves, to the user's arrays: a single pass over them on this side."""
+        """Copy values, some of them in half precision, to the user's arrays: a single pass over them on this side."""
         for sink, array, code in zip(sinks, arrays, codes, strict=True):
             if code in _HALVES and sink.dtype == DType.FLOAT32.storage:
                 self.kernels.to_float32(array, DType(code), sink)
@@ -519,7 +519,7 @@ class Transfers:
         return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
     def answered(self, message: msg.Values | msg.Counted | msg.Refused) -> Finished:
-        """Note that these slices have their reply; returns what is finished."""
+        """Record the replies of these slices. Returns the completed requests and keys."""
         if not isinstance(message, msg.Refused):
             self.slices.saw(message.ids, message.versions)
         finished = Finished()
@@ -553,8 +553,9 @@ class Transfers:
         """Return the pushes without which no answer can come; None if an answer can.
 
         Returns:
-            (n,) in how many rounds this worker has pushed each slice that has rounds, and (n,) in how many every worker
-            must have pushed it before the next answer; 0 where no answer is awaited. See `SliceTable.rounds`.
+            (n,) number of rounds in which this worker has pushed each slice that has rounds, and (n,) number of rounds
+                in which every worker must have pushed it before the next answer; 0 where no answer is awaited. See
+                `SliceTable.rounds`.
         """
         slices, counted = self.slices, self.slices.counted_pushes()
         for run in self._runs.values():
@@ -571,7 +572,7 @@ class Transfers:
         return pushed, np.where(pushed > closed, closed + np.uint32(1), np.uint32(0))
 
     def first_awaited(self, request: int, awaited: U32) -> int:
-        """Return the first slice of a request for whose round it waits; -1 if it waits for none."""
+        """Return the first slice of a request whose round it waits for; -1 if it waits for no round."""
         for run in self._runs.values():
             if run.request == request:
                 waited = run.plan.ids[awaited[run.plan.ids] > 0]
@@ -599,7 +600,8 @@ class Transfers:
         self._to_aggregate.clear()
 
     def drop(self) -> None:
-        """Forget what has no reply, and what has not left; what has left is under way until its server has it."""
+        """Forget transfers without a reply and queued messages; sent messages stay in flight until their server has
+        them."""
         self._runs.clear()
         self._runs_left.clear()
         self._to_aggregate.clear()
@@ -609,7 +611,7 @@ class Transfers:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way to any server."""
+        """Whether no message is in flight to any server."""
         return not self._flying_messages
 
     def validate(self) -> None:
