@@ -49,11 +49,11 @@ class ClusterView:
         return server in self.far and server not in self.sharing
 
     def reads_pushes(self, run: req.RunPlan) -> bool:
-        """Whether a push of this run is read where it lies: by its server, or by the worker that sums for this host."""
+        """Whether a push of this run is read in place: by its server, or by the worker that sums for this host."""
         is_large = len(run.ids) == 1 and req.travels_alone(run.nbytes)
         is_summed = run.server in (self.summed if is_large else self.summed_small)
         return self.leader_shares if is_summed else run.server in self.sharing
 
     def shows_results(self, server: int) -> bool:
-        """Whether this server answers a push itself, by values that can be read where they lie."""
+        """Whether this server answers a push itself, by values that can be read in place."""
         return server in self.sharing and server not in self.summed

@@ -12,7 +12,7 @@ from kvdist.protocol import messages as msg
 SCHEDULER_MEMBER = Member(SCHEDULER, 1)
 HELLO_INTERVAL_S = 0.5
 KEPT_HELLO_INTERVAL_S = 0.1
-"""When the scheduler has heard it, but the rank is still that of a process which may be dead."""
+"""Interval once the scheduler has heard the hello, while the rank still belongs to a process which may be dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Introduction:
 
     role: Role
     token: int
-    """A random number that tells this process from any other until it has an incarnation."""
+    """A random number that identifies this process until it has an incarnation."""
     wanted_rank: int | None
     host: str
     pid: int
@@ -31,14 +31,14 @@ class Introduction:
     version: str
     scheduler_endpoint: str
     life: int = 0
-    """How often a process of this rank was started before."""
+    """Number of processes of this rank that were started before."""
 
 
 class Joining:
     """The tie of a server or worker to the scheduler: how it joins, and how long the scheduler may be away.
 
     Args:
-        introduction: who this process is.
+        introduction: identity of this process.
         connect_timeout_s: how long the scheduler may take to answer.
         form_timeout_s: how long the cluster may take to be complete after that.
         now: the time.
@@ -116,7 +116,7 @@ class Joining:
     def scheduler_due(self, grace_s: float, after_silence: bool, now: float) -> float:
         """When a scheduler whose connection has just broken counts as lost.
 
-        Before the cluster is complete nobody counts as lost for its silence: `form_timeout_s` bounds that.
+        Before the cluster is complete a silent scheduler never counts as lost: `form_timeout_s` bounds that.
         """
         is_judged = self.complete or not after_silence
         return now + grace_s + self.away_s if is_judged else fx.NEVER

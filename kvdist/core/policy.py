@@ -17,12 +17,12 @@ from kvdist.config.settings import Limits
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a store does with contributions."""
+    """The rules by which a store handles contributions."""
 
     name: str
-    """The word on the wire and in messages."""
+    """The name on the wire and in messages."""
     close: int | None
-    """How many contributions a version has; None = a contribution from every live worker."""
+    """Number of contributions in a version; None = a contribution from every live worker."""
     needs_optimizer: bool
     """Whether a contribution without an optimizer on the server is an error (no round sums it)."""
     has_own_pace: bool = False

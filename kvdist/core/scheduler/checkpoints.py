@@ -62,7 +62,7 @@ class SaveUnderWay:
     keys: tuple[SavedKey, ...] = ()
     """Keys of the store when the first worker called: keys that are initialised later are in the next checkpoint."""
     order: msg.Save | None = None
-    """What to save, and where: the message of the first worker, or of the scheduler for a snapshot."""
+    """The folder and the contents to save: the message of the first worker, or of the scheduler for a snapshot."""
     failure: str = ""
     is_ending: bool = False
     """Whether all have reported: the manifest is being written, or the files are being removed."""
@@ -211,7 +211,7 @@ class Checkpoints:
         return saving, self.saves.get(store, 0)
 
     def next_saves(self) -> Sequence[Sequence[int]]:
-        """For a worker that has rested: stores, and the number of the next checkpoint of each that waits for it."""
+        """Return stores, and the number of the next checkpoint of each, for a worker that has rested."""
         stores = sorted(self.saves)
         return stores, [min(opened, default=count) for opened, count in map(self.saving_of, stores)]
 
@@ -499,12 +499,12 @@ class Checkpoints:
         return not self._membership.is_filling
 
     def roll_back(self, loading: LoadUnderWay) -> list[fx.Effect]:
-        """Open a load that the workers are told to enter: they call `quiet`."""
+        """Open a load that the workers do not call for, for a rollback: they answer by `quiet`."""
         self._loading[loading.store, loading.counter] = loading
         return self._begin_loading(loading)
 
     def quiet(self, loading: LoadUnderWay, sender: Member, message: msg.Quiet) -> list[fx.Effect]:
-        """Handle the message of a worker that has no push under way, and waits until all have gone back."""
+        """Handle the message of a worker that has no push in flight, and waits until all have gone back."""
         loading.agreement.say(sender, message)
         return self._begin_loading(loading)
 

@@ -76,7 +76,7 @@ class Losses:
         self._said |= {said} - {""}
 
     def roll_back(self) -> None:
-        """Leave out the pushes of the workers lost so far: the rollback that begins, or is under way, undoes them."""
+        """Leave out the pushes of the workers lost so far: the rollback that begins, or is in progress, undoes them."""
         self._undone = set(self._membership.unaccounted)
         self._membership.fates.clear()
 

@@ -111,7 +111,8 @@ class Newcomers:
         self._line: list[Member] = []
         """Newcomers that become members by the next cut."""
         self._at_cut: Callable[[int], list[fx.Effect]] | None = None
-        """Callback of the next cut: gets its version before the servers do, and returns what to send before it."""
+        """Callback of the next cut: gets its version before the servers do, and returns the effects to carry out before
+        it."""
         self._at_current_cut: Callable[[int], list[fx.Effect]] | None = None
         """Callback of the cut for which servers are being asked now."""
         self._paused_since: float | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.rollback import Rollback
 
 BarrierWord = tuple[str, int]
-"""Statement of a worker at a barrier, and rank of the giver, the worker whose values become everybody's, or -1."""
+"""Statement of a worker at a barrier, and rank of the giver, the worker whose values all workers get, or -1."""
 
 NO_LEASES = (
     "KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which makes each worker's steps again as they were, and a"

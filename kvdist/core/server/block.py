@@ -79,7 +79,7 @@ class Block(Holder):
     need no lease: the next round, which writes the buffer, has a push of every worker, and no worker pushes before all
     slices have completed the repeated step."""
     samples_before: int = 0
-    """`Round.samples` of that version."""
+    """`Round.samples` of the previous version."""
     joint: Sequence[Block] = ()
     """All blocks of the parameter on this server, if several: a rule that needs norms updates them together."""
     lent: dict[Member, Buffer] = field(default_factory=dict)
@@ -370,8 +370,8 @@ class Block(Holder):
         """Replace this block by several. No copy: they show the same memory.
 
         Args:
-            bounds: where each begins, from 0, and the number of slices.
-            updater: what updates the store.
+            bounds: the first slice of each part, from 0, and the number of slices.
+            updater: updates the store; None without an optimizer.
         """
         parts = [self._part(begin, end) for begin, end in pairwise(bounds)]
         for buffer in self.lent.values():

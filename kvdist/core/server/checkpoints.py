@@ -132,7 +132,7 @@ class ServerCheckpoints:
         """Checkpoints for `take_effects` to continue, once each. Empty nearly always."""
 
     def attach(self, source: CheckpointSource) -> None:
-        """Take slices from this source; to be called before anything else."""
+        """Use this source of slices; to be called before anything else."""
         self._source = source
 
     def mark(self, sender: Member, message: msg.MarkPushes) -> None:
@@ -344,7 +344,7 @@ class ServerCheckpoints:
             del self.awaited[number]
 
     def _copy(self, checkpoint: ServerCheckpoint, numbers: Sequence[int]) -> None:
-        """Take slices of a single holder."""
+        """Copy slices of a single holder for a checkpoint."""
         holder = self._found(numbers[0])
         if not checkpoint.failure:
             try:

@@ -1,4 +1,5 @@
-"""What a server knows of the other processes: who is alive, on which host, and to whom values cross a network. Pure."""
+"""A server's record of the other processes: which are live, on which host, and to which values cross a network.
+Pure."""
 
 from __future__ import annotations
 

@@ -63,13 +63,13 @@ _EMPTY, _CLIPPED = int(msg.Flag.EMPTY), int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 OUT_OF_REACH_S_MIN = 10.0
-"""How long a server waits at the least for a link to its backup. A handshake may take 8 s of it."""
+"""Least time that a server waits for a link to its backup. A handshake may take 8 s of it."""
 
 FILLS_AHEAD = 2
-"""Blocks or tables that are on their way to the backup, without being in the copy. Answers wait behind them."""
+"""Blocks or tables in flight to the backup that are not in the copy yet. Answers wait behind them."""
 
 Tell = Callable[[msg.Message, tuple[Buffer, ...] | None], None]
-"""Takes what the backup must hear, and the token of that message."""
+"""Takes a message for the backup, and its token."""
 
 
 class ReplicatedShard(Shard):
@@ -328,9 +328,9 @@ class ReplicatedServer(Server):
         """When this server gives itself up, because it cannot reach its backup and the scheduler hears both."""
         self._why_out_of_reach = ""
         self._turns = 0
-        """How often it has let others go first; see `_turn`."""
+        """Number of times that it has let others go first; see `_turn`."""
         self._judged_from = 0.0
-        """Before that time a scheduler that was away may not have judged who is lost."""
+        """Time before which a scheduler that was away may not have judged lost processes."""
         self._apart: set[Member] = set()
         """Servers to which the link is broken."""
         self._log: list[tuple[msg.Message, tuple[Buffer, ...] | None]] = []
@@ -338,9 +338,9 @@ class ReplicatedServer(Server):
         self._told = self._confirmed = self._heard = 0
         """Counts of messages: forwarded to the backup, confirmed by the backup, and received for the copy."""
         self._filling: deque[int] = deque()
-        """For each block or table on its way to the backup: how many messages that must have for it."""
+        """For each block or table in flight to the backup: the number of messages that the backup must have for it."""
         self._was_whole = False
-        """What the scheduler has heard: whether the copy is complete, in the epoch of the newest roster."""
+        """Last report to the scheduler: whether the copy is complete, in the epoch of the newest roster."""
         self._held: deque[tuple[int, list[fx.Effect]]] = deque()
         """(messages that the backup must have, effects that are held until then)"""
         self._waiting: list[tuple[Member, msg.Message]] = []
@@ -633,7 +633,7 @@ class ReplicatedServer(Server):
         return self._replicated(self._told)
 
     def _promote(self, now: float) -> list[fx.Effect]:
-        """Promote the copy after the loss of its server. Returns what workers have to know."""
+        """Promote the copy after the loss of its server. Returns the messages to workers."""
         copy, self.copy = self.copy, None
         assert copy is not None
         copy.rank = (self.me.node.rank - 1) % self.joining.introduction.num_servers  # it may have heard nothing yet

@@ -45,7 +45,7 @@ class GrowingRows:
         dtype: their NumPy type.
 
     Attributes:
-        rows: the matrix, shape (at least what was reserved, width). `reserve` replaces it: keep no view.
+        rows: the matrix, shape (at least the reserved rows, width). `reserve` replaces it: keep no view.
     """
 
     def __init__(self, width: int, dtype: np.dtype[Any]) -> None:

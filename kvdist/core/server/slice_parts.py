@@ -29,7 +29,7 @@ from kvdist.protocol.messages import ROW_IDS, WEIGHT
 
 NUMBERS, MASTER, TOTALS = 0, 255, 252
 COUNTS = (NUMBERS, TOTALS)
-"""Parts that are float64, whatever the values are."""
+"""Parts that are float64, with values of any dtype."""
 PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
 """Limits of `Fill`: bytes of a piece of an array, and of a message."""
 

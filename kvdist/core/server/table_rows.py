@@ -44,7 +44,7 @@ class TableRows:
         shape: the shape of the whole table.
         dtype: its element type.
         first, stop: which rows.
-        initializer: what a row reads as before it exists; None: all rows exist, as zeros.
+        initializer: initial value of a row, read before the row exists; None: all rows exist, as zeros.
         kernels: the backend for sums and casts.
 
     Raises:
@@ -284,7 +284,7 @@ class TableRows:
         return image.with_state(self._states.copy(where), optimizer)
 
     def wanted(self, optimizer: Optimizer | None) -> WantedSlice:
-        """What a checkpoint must hold for these rows."""
+        """The requirements of these rows for a checkpoint."""
         lazy_row = self.row_length if self.is_lazy else 0
         wanted = WantedSlice(self.number, self.key, *self._elements, self.dtype, lazy_row=lazy_row)
         return wanted.updated_by(optimizer, self.row_length)
@@ -331,7 +331,7 @@ class TableRows:
 
     @property
     def _elements(self) -> tuple[int, int]:
-        """Its first element in the table, and how many it has."""
+        """Number of its first element in the table, and number of its elements."""
         return self.first * self.row_length, (self.stop - self.first) * self.row_length
 
     def validate(self) -> None:
@@ -359,7 +359,7 @@ class TableRows:
             ) from error
 
     def _replace(self, ids: Sequence[Slots], values: Sequence[Array], scales: Sequence[float]) -> None:
-        """Make the sum the whole value. Costs the rows that are pushed and the rows that were not zero."""
+        """Replace the whole value by the sum. Costs the pushed rows and the rows that were not zero."""
 
         def apply(gradients: Sequence[Array], weight: Array, _state: SliceState, _row: int) -> None:
             self._kernels.weighted_sum(gradients, scales, self.dtype, weight)
@@ -494,7 +494,7 @@ def obstacle(
 
 
 def _first_values(initializer: str) -> Initializer:
-    """Return what rows that do not exist read as, from the text of an image; zeros for the image of eager rows."""
+    """Return the initial value of rows, from the text of an image; zeros for the image of eager rows."""
     return initializer_from(initializer) if initializer else Zeros()
 
 
@@ -523,7 +523,7 @@ class RowStates:
         self._arrays: list[GrowingRows] = []
         """The arrays with names, in their order; then the master, if any."""
         self._from_weight: list[bool] = []
-        """Of each whether it starts as a copy of the weight, else as zeros."""
+        """For each array, whether it starts as a copy of the weight, else as zeros."""
         self._has_master = False
 
     @property
@@ -603,7 +603,7 @@ class RowStates:
         return self._state([rows.reshape(-1) for rows in scratch])
 
     def put(self, where: Where, scratch: list[Array]) -> None:
-        """Write back what `gathered` returned."""
+        """Write back the state that `gathered` returned."""
         for array, rows in zip(self._arrays, scratch, strict=True):
             put(array.rows, where, rows)
 
@@ -621,7 +621,7 @@ class RowStates:
             self._from_weight.append(True)
 
     def _begin(self, rows: slice, weight: GrowingRows) -> None:
-        """Give rows their first states. Fresh memory is zeros already."""
+        """Initialise the states of rows. Fresh memory is zeros already."""
         step = max(1, CHUNK_ELEMENTS // max(1, self._row_length))
         for array, from_weight in zip(self._arrays, self._from_weight, strict=True):
             for start in range(rows.start, rows.stop, step) if from_weight else ():
@@ -663,7 +663,7 @@ class RowGradients:
             np.zeros((0 if one is None else rows, matrix.shape[1]), dtype.storage)
             for one, matrix in zip(places, values, strict=True)
         ]
-        """For each contribution a chunk, which is zeros whenever it is not in use."""
+        """A chunk of scratch memory for each contribution, which is zeros whenever it is not in use."""
 
     @property
     def chunks(self) -> range:
@@ -687,7 +687,7 @@ class RowGradients:
         return [self._one(number, chunk, start, stop - start) for number in range(len(self._values))]
 
     def done(self, chunk: int) -> None:
-        """Release what `of` returned."""
+        """Release the contributions that `of` returned."""
         start, stop = self.bounds(chunk)
         for number, places in enumerate(self._places):
             low, high = self._cut(number, chunk)

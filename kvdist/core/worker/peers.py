@@ -1,4 +1,4 @@
-"""`Peers`: what a worker knows of the other processes, by the newest roster and by its connections. Pure."""
+"""`Peers`: a worker's record of the other processes, from the newest roster and from its connections. Pure."""
 
 from __future__ import annotations
 

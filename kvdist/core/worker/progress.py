@@ -31,7 +31,7 @@ class ProgressReports:
         """Slice → the newest answer."""
 
     def report(self, request: req.ReportProgress, now: float) -> list[fx.Effect]:
-        """Take a call of the user, and answer the call before it."""
+        """Handle a report of the user; it replaces the previous report of the slice, which gets the answer None."""
         number = request.progress.slice
         effects = self._answer(number, None)
         step = self._transfers.slices.rounds_of(number)
@@ -67,7 +67,7 @@ class ProgressReports:
         return [fx.Send(server, said.progress) for said in self._said.values() if said.server == number]
 
     def rewind(self) -> list[int]:
-        """All go back to a snapshot. Returns the requests that have no answer."""
+        """Forget all reports and answers: all go back to a snapshot. Returns the requests without an answer."""
         waiting = [said.request for said in self._said.values() if self._pending.get(said.request) is not None]
         self._said.clear()
         self._due.clear()
@@ -87,7 +87,7 @@ _DEEDS = {
 
 
 def _deed_of(progress: msg.Progress) -> str:
-    """Return what other workers have to do before the push that a worker reports progress for is due, for people."""
+    """Return the action of other workers that makes the push due, for people."""
     if progress.together:
         deed = "make an exchange of all workers"
     elif progress.now:
