@@ -94,7 +94,7 @@ def shutdown() -> None:  # type: ignore[no-redef]
     ENGINE.end()
 
 
-# What was built in.
+# Features of the build.
 
 
 def mpi_threads_supported() -> bool:

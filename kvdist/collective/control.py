@@ -305,7 +305,7 @@ class Hub(Control):
         """Return the rank that sent its first message.
 
         Raises:
-            ProtocolError: the sender has no token, or its rank does not fit this job; the sender gets the reason.
+            ProtocolError: the sender has no token; or its rank does not fit this job, and it is sent the reason.
         """
         if not isinstance(message, RankHello) or not secrets.compare_digest(
             message.token.encode(), self.token.encode()

@@ -227,7 +227,7 @@ class GroupProgress:
     def _join(self, rank: int) -> None:
         self.of[rank].has_joined = True
         self.joining.append(rank)
-        # What only this rank had not called may be next now.
+        # Operations that only this rank had not called may be next now.
         self.ready.extend(key for progress in self.of.values() for key in progress.places)
 
 

@@ -241,7 +241,7 @@ class Group:
             from_sequence: the first operation concerned.
         """
         with self._lock:
-            # What has not begun may still become an earlier operation; if not, the thread fails it later.
+            # A call that has not begun may still become an earlier operation; if not, the thread fails it later.
             ended = [
                 called
                 for called in self._waiting.values()

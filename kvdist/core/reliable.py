@@ -211,7 +211,7 @@ class Reliable:
                 link.fruitless = link.fruitless + 1 if link.unacknowledged else 0
                 if link.fruitless >= FRUITLESS_CONNECTIONS_MAX:
                     return self._stamped(self.machine.observe(_unreachable(link), now), now)
-                # What was under way is lost in both directions: say it all again, and ask for the same.
+                # Messages in flight are lost in both directions: retransmit all, and ask the peer to.
                 effects = [*self._repeat(link, now), self._unsequenced(event.member, msg.Ack(wanted=True))]
         return effects + self._stamped(self.machine.observe(event, now), now)
 
@@ -268,7 +268,8 @@ class Reliable:
         """None to accept a packet, a sentence to refuse it with, or '' to drop it silently."""
         stamp, me = packet.stamp, self.machine.me
         if isinstance(packet.message, msg.Rejected):
-            # It does not name its sender, but only a process that we have sent something to knows our incarnation.
+            # It does not name its sender, but only a process that has received a message of this process knows its
+            # incarnation.
             return None if stamp.destination == me.incarnation and me.node.role is not Role.SCHEDULER else ""
         if stamp.job != self.job:
             return (

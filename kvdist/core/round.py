@@ -397,7 +397,7 @@ class Round:
 def scales_of(
     present: Sequence[Contribution], contributions: Sequence[Contribution], optimizer: Optimizer | None
 ) -> list[float]:
-    """The factor of each contribution.
+    """The factor of each contribution in `present`.
 
     Args:
         present: contributions with values, which `agreed_settings` has checked.

@@ -255,7 +255,7 @@ def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return entries
 
 
-# What must hold between the fields of a message.
+# Conditions between the fields of a message.
 
 
 def _check_pulled_as(message: messages.Declare | messages.Assign) -> None:

@@ -296,7 +296,7 @@ class DialledSocket(MonitoredSocket):
 
     def redial(self) -> None:
         """Dial again after libzmq has stopped dialling, as it does when a peer broke the protocol."""
-        # It would take the same endpoint for one that it is dialling already.
+        # libzmq would ignore a connect to an endpoint that it believes to be dialling already.
         self.socket.disconnect(self.endpoint)
         self.socket.connect(self.endpoint)
 

@@ -125,7 +125,7 @@ class ReleaserUse:
             self._transports -= 1
             if self._transports or self._is_foreign or not zero_copy_releaser.is_alive():
                 return
-            # Releases pass through one queue: when this one is done, those of the closed sockets are.
+            # All releases pass through a single queue: when the marker's is done, those of the closed sockets are.
             marker = zmq.Frame(b"end", copy=False, track=True)
             tracker = marker.tracker
             del marker

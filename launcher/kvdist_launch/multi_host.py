@@ -112,7 +112,7 @@ def run_on_hosts(
     Raises:
         ConfigError: a host cannot take part, a copy failed, or the plan does not fit; no process runs then.
     """
-    # What the options say is in the job's variables too; there may be others, which servers follow as well.
+    # The job's variables include those of the options; servers follow all of them.
     variables = with_twins({**environ, **job.env})
     ssh = ssh_options(options, limits_from_env(variables).patience_s)
     with supervisor, HostPool(hosts, python_of_hosts(options), ssh, supervisor) as pool:

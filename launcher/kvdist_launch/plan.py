@@ -460,7 +460,7 @@ def _environment(
         if devices:
             settings[DEVICES] = ",".join(share_of_devices(devices, one.local_rank, one.local_size))
     else:
-        # NumPy's threads for products of matrices, of which there are none here, spin when they start.
+        # NumPy's threads for products of matrices spin when they start, and these processes multiply no matrices.
         defaults["OPENBLAS_NUM_THREADS"] = "1"
     if role is Role.SCHEDULER and job.keeps_journal:
         defaults["KVDIST_JOURNAL"] = f"journal-{job.name}-{job.env.get(RESTARTS, 0)}"  # each start of a job has its own

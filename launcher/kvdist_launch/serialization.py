@@ -42,7 +42,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         ConfigError: cloudpickle is not installed.
     """
     dumps = _dumps_with_file_names(_cloudpickle())
-    # The current folder may be another one there, as where it is copied to.
+    # The current folder may have another path on the receiver's machine, such as that of its copy.
     path = sys.path if is_here else ["" if one == os.getcwd() else one for one in sys.path]
     head = json.dumps({"path": path, "is_here": is_here, "sources": _sources(fn)}).encode() + b"\n"
     try:

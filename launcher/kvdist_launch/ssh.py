@@ -74,8 +74,8 @@ def far_command(python: str, activate: str) -> str:
     agent = shlex.join([python, *module_words("kvdist_launch.agent")])
     if not activate:
         return agent
-    # What activation prints must not mix with the agent's frames. The line is a word of its own, so that a comment in
-    # it ends with it; and no word has a line end of ours, which csh would not take between quotes.
+    # Output of the activation must not mix with the agent's frames. The line is a separate word, so that a comment in
+    # it ends with it; and no word of this command has a line end, which csh would not take between quotes.
     script = f'kvdist_line=$1; shift; eval "$kvdist_line" >&2 && exec {agent}'
     return shlex.join(["bash", "-c", script, "bash", activate])
 

@@ -35,7 +35,7 @@ DRAIN_S = 0.5
 """Time to wait for output of processes that outlive their parent (such as ``tee``)."""
 
 FAR_DRAIN_S = 3.0
-"""The same if agents of other hosts drain first."""
+"""Time to wait for that output if agents of other hosts drain it first."""
 
 DEBUGGER_PROMPT = b"(Pdb) "
 

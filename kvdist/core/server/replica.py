@@ -401,7 +401,7 @@ class ReplicatedServer(Server):
                 self._tell(replace(optimizer, request=0), None)
             for assigned in self._assigned.values():
                 self._tell(replace(assigned, request=0), None)
-        # What is said of the copy that it takes over follows what it has said before, which may still be held.
+        # Messages about the copy that it takes over come after its earlier messages, which may still be held.
         said = [effect for effect in effects if isinstance(effect, fx.Send)]
         effects = [effect for effect in effects if not isinstance(effect, fx.Send)]
         effects += self._published([*said, *done, *self._fill()])

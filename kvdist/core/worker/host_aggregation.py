@@ -155,7 +155,7 @@ class HostAggregation:
         self._met = set(workers.values())
         leader = workers[min(workers)]
         if leader == me:
-            # It listens to the others even if it does not sum itself: their settings may differ.
+            # The leader accepts messages of the others even if it does not sum: their settings may differ.
             self._lead(me)
         elif self.servers:
             self.leader = leader
@@ -170,7 +170,7 @@ class HostAggregation:
         if not self.servers:
             self._rounds.end()
 
-    # What leaves.
+    # Sending.
 
     def flush(self, now: float) -> list[fx.Effect]:
         """Send everything that may leave: to the leader, forwarded, or handed back."""
@@ -232,7 +232,7 @@ class HostAggregation:
         """Note that a server has received sums with these contributions."""
         self._unarrived.subtract([one.rank for one in contributors])
 
-    # What the others say.
+    # Messages of the others.
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> None:
         """Handle a message of another worker of this host."""

@@ -53,7 +53,7 @@ class Pending:
     """For a request that asks when a push is due: the action of other workers that makes it due. Its user may continue
     meanwhile."""
     awaits: tuple[int, ...] | None = None
-    """Ranks of these workers, by the server's answer; None before the answer."""
+    """Ranks of the workers that `deed` is about, by the server's answer; None before the answer."""
     is_queued: bool = False
     """Whether this worker has queued it until the worker takes part, or until all are back at a snapshot."""
     asked_for: msg.Message | None = None
@@ -375,7 +375,7 @@ class BlockedReports:
         return None if report is said else report
 
     def repeat(self, now: float) -> None:
-        """Send the report again, as its receiver may have lost the last report."""
+        """Let the next look report again, as no process knows the last report any more."""
         self._said = replace(self._said, call="", number=self._said.number + 1)
         self.next_look = now + LOOK_EVERY_S if len(self._pending) else fx.NEVER
 

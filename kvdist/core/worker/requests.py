@@ -245,7 +245,7 @@ class Run:
     encoded: Encoded | None = None
     """How the payload is encoded; None for the elements themselves."""
     states: U8 | None = None
-    """For `PULL_STATE` and `REPLACE_STATE`: the array of the optimizer's state, per slice."""
+    """For `PULL_STATE` and `REPLACE_STATE`: which array of the optimizer's state is meant, per slice."""
     contributors: tuple[msg.Contributor, ...] = ()
     """The pushes that are in it, if it is the sum of a host."""
 

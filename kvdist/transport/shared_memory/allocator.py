@@ -171,7 +171,7 @@ class WindowCache:
         return None
 
     def _open(self, key: tuple[tuple[Segment, int, int], ...]) -> Bytes:
-        # What shows the memory of a peer that has gone will not be asked for again.
+        # Windows over the memory of a departed peer will not be requested again.
         for old in [old for old in self._windows if any(segment.file.descriptor is None for segment, _, _ in old)]:
             del self._windows[old]
         stretches = [

@@ -58,8 +58,8 @@ def lengthen_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
     # Addresses first: a file that is longer than what is mapped of it could not be cut again.
     address = _mmap(None, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
     memory = _shown(address, nbytes, True)
-    # Writing to a page for the first time takes some ten times as long as writing to it again. fallocate says when
-    # there is no memory; entering the pages at the mapping then costs what it would cost without.
+    # The first write to a page takes some ten times as long as later writes. fallocate reports missing memory as an
+    # error; after it, entering the pages at the mapping costs no more than it would without fallocate.
     os.posix_fallocate(descriptor, offset, nbytes)
     _mmap(address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, descriptor, offset)
     return memory

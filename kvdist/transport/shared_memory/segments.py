@@ -159,7 +159,7 @@ def open_file(owner: int, number: int, token: bytes) -> SharedFile:
         raise _error("open", owner, error) from error
     try:
         _check(descriptor, owner, token)
-    except OSError as error:  # what is there is another kind of file, which was put there meanwhile
+    except OSError as error:  # another kind of file has got this descriptor number meanwhile
         os.close(descriptor)
         raise _error("read", owner, error) from error
     except BaseException:

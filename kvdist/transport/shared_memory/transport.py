@@ -249,7 +249,7 @@ class SharedMemoryTransport(Transport):
         """Drop a message that cannot be read, and ask its sender to repeat it without descriptors."""
         self.messages_dropped += 1
         if partner.has_fallen_back:
-            return  # this one left before its sender was told
+            return  # its sender had not received the fallback yet
         partner.has_fallen_back = True
         partner.close()
         self.routes_fallen_back += 1
