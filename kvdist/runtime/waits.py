@@ -230,7 +230,7 @@ class UserThreads:
     """The threads of the user's program, as `kvdist.core.worker.pending.Threads` asks for them.
 
     Args:
-        under_way: the bytes of pushes, for which pushes wait.
+        under_way: counts the bytes of pushes in flight; pushes without room wait in it.
     """
 
     def __init__(self, under_way: UnderWay) -> None:
