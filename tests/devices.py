@@ -23,6 +23,9 @@ from kvdist.errors import DeviceError
 from kvdist.kernels.interface import Equation
 from kvdist.kernels.reference import REFERENCE
 
+KERNELS = ("sgd", "sgd_momentum", "nag", "adam", "adamw", "adagrad")
+"""Rules for which devices have kernels."""
+
 
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of a `NumpyDevice`."""
@@ -163,7 +166,7 @@ class NumpyDevice:
         return "numpy of tests"
 
     def runs(self, equation: Equation | None) -> bool:
-        return equation is not None or not self.kernels_only
+        return not self.kernels_only or (equation is not None and equation.name in KERNELS)
 
     def _no_kernel(self, equation: Equation, *arguments: Any) -> bool:
         raise TypeError(f"{self.library} has no kernel for {equation.name} of {arguments[6].label} on {self.name}")

@@ -1,7 +1,8 @@
-"""The kernels of this host's processor: NumPy's, or compiled ones where those were measured to be faster.
+"""The kernels of this host's processor: NumPy's, or compiled kernels where those were measured to be faster.
 
-These are any optimizer's update of float32 or float64, sums that cost the reference more than one pass, and coding.
-Where a compiled kernel is not there yet, or does not fit, the reference works instead. Both give the same bits.
+These are the update by any expression in float32 or float64, sums that cost the reference more than a pass, and
+coding.
+Where a compiled kernel is not ready, or does not fit, the reference works instead. Both give the same bits.
 
 Importing numba and compiling or loading a kernel takes from half a second to several, so it happens on a thread of its
 own, and only after enough work has been asked for to be worth it. The thread ends when nothing more is wanted. At a
@@ -23,7 +24,16 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError
-from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, SOURCES_MAX, Array, Equation, Kernels, Rows
+from kvdist.kernels.interface import (
+    CHUNK_ELEMENTS,
+    SOURCES_MAX,
+    STATES_MAX,
+    Array,
+    Equation,
+    Kernels,
+    Rows,
+    UpdateKernel,
+)
 from kvdist.kernels.quantization import (
     WORD_ELEMENTS_1BIT,
     WORD_ELEMENTS_2BIT,
@@ -41,12 +51,15 @@ Kernel = Callable[..., None]
 
 WORTH_ELEMENTS = 1 << 20
 """Elements that must have been asked for before numba is imported: a process of small values never pays for it."""
-Find = Callable[[str, int], Kernel | None]
-"""The compiled kernel of a name, for a number of elements; None where there is none yet."""
+KernelName = str | UpdateKernel
+"""What names a compiled kernel."""
+Find = Callable[[KernelName, int], Kernel | None]
+"""The compiled kernel of a name, for a number of elements; None while it is not ready."""
 
 _ONES = (1.0,) * SOURCES_MAX
-_ZEROS = (0.0,) * NUMBERS_MAX
 _OFF = float("inf")
+_FIT = 0x101
+"""NumPy's flags ``C_CONTIGUOUS`` and ``ALIGNED``."""
 _LABELS = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 
 
@@ -54,7 +67,7 @@ _LABELS = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 
 
 class Loader:
-    """The compiled kernels of one process, by name. Safe to use from several threads.
+    """The compiled kernels of a process, by name. Safe to use from several threads.
 
     Args:
         backend: imports the backend and returns its version and the function that builds a kernel by its name.
@@ -62,12 +75,13 @@ class Loader:
     """
 
     def __init__(
-        self, backend: Callable[[], tuple[str, Callable[[str], Kernel]]], worth_elements: int = WORTH_ELEMENTS
+        self, backend: Callable[[], tuple[str, Callable[[KernelName], Kernel]]], worth_elements: int = WORTH_ELEMENTS
     ) -> None:
         self._backend = backend
         self._worth_elements = worth_elements
-        self._ready: dict[str, Kernel] = {}
-        self._wanted: dict[str, None] = {}
+        self._ready: dict[KernelName, Kernel | None] = {}
+        """None for a rule that cannot be compiled."""
+        self._wanted: dict[KernelName, None] = {}
         self._lock = threading.Lock()
         self._building = threading.RLock()
         """Held while a kernel is built, not by who only looks."""
@@ -75,29 +89,38 @@ class Loader:
         self._elements = 0
         self._halted = False
         self.failure: BaseException | None = None
-        """Why there will be no kernels; None while there may be."""
+        """Why no kernel can be compiled; None while kernels can be."""
         self.version = ""
         """The backend's name and version, once imported."""
 
-    def offered(self, name: str, elements: int) -> Kernel | None:
-        """The kernel if it is there, at once. If not, it is wanted from now on.
+    def offered(self, name: KernelName, elements: int) -> Kernel | None:
+        """Return the kernel at once if it is ready; otherwise it is wanted from now on.
 
         Args:
             name: as `numba_cpu.build` takes it.
             elements: how much work the caller has for it.
         """
         kernel = self._ready.get(name)
-        if kernel is None and self.failure is None:
+        if kernel is None and self.failure is None and name not in self._ready:
             self._want(name, elements)
         return kernel
 
-    def demanded(self, name: str, _elements: int) -> Kernel | None:
-        """The kernel, built now on the caller's thread if it is not there."""
-        kernel = self._ready.get(name)
-        if kernel is None:
+    def demanded(self, name: KernelName, _elements: int) -> Kernel | None:
+        """The kernel, built now on the caller's thread if it is not ready; None for a rule that cannot be compiled."""
+        if name not in self._ready:
             with self._building:
-                kernel = self._ready[name] = self._import()(name)
-        return kernel
+                self._ready[name] = self._built(self._import(), name)
+        return self._ready[name]
+
+    def _built(self, build: Callable[[KernelName], Kernel], name: KernelName) -> Kernel | None:
+        try:
+            return build(name)
+        except Exception as error:
+            if not isinstance(name, UpdateKernel):
+                raise
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            LOG.warning("numba cannot compile %s, which NumPy computes instead, slower: %s", name, why)
+            return None
 
     def require(self) -> None:
         """Import the backend now.
@@ -136,12 +159,12 @@ class Loader:
         self._lock.acquire()
 
     def after_fork(self) -> None:
-        """Go on, in the parent and in the child: what is still wanted is loaded when it is next asked for."""
+        """Go on, in the parent and in the child: kernels that are still wanted are loaded at the next request."""
         self._halted = False
         self._lock.release()
         self._building.release()
 
-    def _want(self, name: str, elements: int) -> None:
+    def _want(self, name: KernelName, elements: int) -> None:
         with self._lock:
             self._elements += elements
             if self._elements < self._worth_elements or self._halted:
@@ -152,7 +175,7 @@ class Loader:
                 self._thread.start()
 
     def _run(self) -> None:
-        """Build what is wanted, until nothing is."""
+        """Build the wanted kernels, until none is left."""
         try:
             with self._building:
                 self._import()
@@ -166,7 +189,7 @@ class Loader:
             LOG.warning("numba failed (%s: %s): kernels stay NumPy's, which are slower", type(error).__name__, error)
             self._give_up(error)
 
-    def _next(self) -> str | None:
+    def _next(self) -> KernelName | None:
         """What to build next. With None the thread is as good as ended."""
         with self._lock:
             self._wanted = {name: None for name in self._wanted if name not in self._ready}
@@ -180,7 +203,7 @@ class Loader:
             self.failure = error
             self._thread = None
 
-    def _import(self) -> Callable[[str], Kernel]:
+    def _import(self) -> Callable[[KernelName], Kernel]:
         version, build = self._backend()
         if not self.version:
             self.version = version
@@ -188,14 +211,14 @@ class Loader:
         return build
 
 
-def _numba() -> tuple[str, Callable[[str], Any]]:
+def _numba() -> tuple[str, Callable[[KernelName], Any]]:
     from kvdist.kernels import numba_cpu
 
     return numba_cpu.VERSION, numba_cpu.build
 
 
 LOADER = Loader(_numba)
-"""The kernels of this process: it has one processor and one numba."""
+"""The kernels of this process: it has a single processor and a single numba."""
 
 atexit.register(LOADER.halt)
 os.register_at_fork(before=LOADER.before_fork, after_in_parent=LOADER.after_fork, after_in_child=LOADER.after_fork)
@@ -237,14 +260,14 @@ class Compiled:
     """Calls compiled kernels with what they take.
 
     Args:
-        kernel: gives the compiled kernel of a name for a number of elements; None where there is none yet.
+        kernel: gives the compiled kernel of a name for a number of elements; None while it is not ready.
     """
 
-    def __init__(self, kernel: Callable[[str, int], Kernel | None]) -> None:
+    def __init__(self, kernel: Find) -> None:
         self.kernel = kernel
 
     def weighted_sum(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
-        """See `WeightedSum`. One pass of up to four contributions; each more is added in the cache."""
+        """See `WeightedSum`. A single pass of up to four contributions; each more is added in the cache."""
         count = len(contributions)
         label = _LABELS.get(dtype.storage)
         # One array, or two without a scale, are one pass of the reference too.
@@ -270,15 +293,15 @@ class Compiled:
     ) -> bool:
         """See `FusedUpdate`. Halves go the way of many passes."""
         label = _LABELS.get(weight.dtype)
-        if label is None or not contributions or master is not None:
+        if label is None or not contributions or master is not None or len(states) > STATES_MAX:
             return False
-        kernel = self.kernel(f"{equation.name}_{label}", weight.size)
+        kernel = self.kernel(UpdateKernel(equation.expression, len(states), label, False), weight.size)
         if kernel is None or not _fit(weight, out, *states, *contributions):
             return False
         own, factor = factored(scales)
-        tail = (factor, _OFF if clip is None else clip, *equation.numbers, *_ZEROS[len(equation.numbers) :])
+        scaling = _scaling(equation, factor, clip)
         if len(contributions) <= SOURCES_MAX:
-            _update(kernel, weight, contributions, own, out, states, tail)
+            _update(kernel, weight, contributions, own, out, states, scaling)
             return True
         add = self.kernel(f"sum_{label}", weight.size)
         if add is None:
@@ -289,7 +312,7 @@ class Compiled:
             target = out[part]
             _sum(add, [each[part] for each in contributions], own, 1.0, total[: target.size])
             arrays = [state[part] for state in states]
-            _update(kernel, weight[part], [total[: target.size]], (1.0,), target, arrays, tail)
+            _update(kernel, weight[part], [total[: target.size]], (1.0,), target, arrays, scaling)
         return True
 
     def update_rows(
@@ -306,25 +329,37 @@ class Compiled:
     ) -> bool:
         """See `UpdateRows`. Halves are gathered."""
         label, given = _LABELS.get(weight.dtype), [array for one in contributions for array in one]
-        if label is None or not given or any(one.shape[1] != weight.shape[1] for one in states):
+        fit = len(states) <= STATES_MAX and all(one.shape[1] == weight.shape[1] for one in states)
+        if label is None or not given or not fit:
             return False
-        kernel = self.kernel(f"{equation.name}_rows_{label}", slots.size * weight.shape[1])
+        kernel = self.kernel(UpdateKernel(equation.expression, len(states), label, True), slots.size * weight.shape[1])
         if kernel is None or not _fit(weight, slots, ids, *states, *given):
             return False
         own, factor = factored(scales)
         arrays = [one.reshape(-1) for one in (weight, *states)]
-        first, second = (*arrays[1:], arrays[0], arrays[0])[:2]
+        written = (*arrays, *(arrays[0],) * STATES_MAX)[: 1 + STATES_MAX]
         ids_at, values_at = (np.array([one.ctypes.data for one in given[i::2]], np.uint64) for i in (0, 1))
         counts, scaled_by = np.array([len(one) for one, _ in contributions]), np.array(own, weight.dtype)
-        tail = (factor, _OFF if clip is None else clip, *equation.numbers, *_ZEROS[len(equation.numbers) :])
         sources = (ids_at, values_at, counts, scaled_by)
-        kernel(arrays[0], first, second, weight.shape[1], slots, ids, *sources, *tail)
+        kernel(*written, weight.shape[1], slots, ids, *sources, _scaling(equation, factor, clip))
         return True
+
+
+def _scaling(equation: Equation, factor: float, clip: float | None) -> tuple[float, ...]:
+    """What a kernel takes besides arrays: factor and limit of the gradient, and the numbers of the rule.
+
+    Clipping is to ±limit, so a gradient may be negated by its factor.
+    """
+    signed = -factor if equation.is_negative else factor
+    return signed, _OFF if clip is None else clip, *map(float, equation.numbers)
 
 
 def _fit(*arrays: Array) -> bool:
     """Whether a compiled kernel can work on the arrays where they lie."""
-    return all((flags := array.flags).c_contiguous and flags.aligned for array in arrays)
+    for array in arrays:  # noqa: SIM110  # a generator would take half a microsecond more
+        if array.flags.num & _FIT != _FIT:
+            return False
+    return True
 
 
 def _padded(contributions: Sequence[Array], scales: Sequence[float]) -> tuple[object, ...]:
@@ -356,18 +391,17 @@ def _update(
     scales: Sequence[float],
     out: Array,
     states: Sequence[Array],
-    tail: tuple[float, ...],
+    scaling: tuple[float, ...],
 ) -> None:
     # A rule without the states leaves the arrays that stand for them alone.
-    first, second = (*states, out, out)[:2]
-    kernel(out, weight, first, second, *_padded(contributions, scales), *tail)
+    kernel(out, weight, *(*states, *(out,) * STATES_MAX)[:STATES_MAX], *_padded(contributions, scales), scaling)
 
 
 # Coding.
 
 
 def _coders_of(find: Find) -> dict[str, Any]:
-    """The fields of `Kernels` that encode and decode, each compiled where its kernel is there."""
+    """The fields of `Kernels` that encode and decode, each compiled if its kernel is ready."""
     return {
         "to_float32": _widening(find),
         "from_float32": _narrowing(find),

@@ -31,8 +31,14 @@ momentum), 32 Ki 10 to 20 % and 8 Ki 70 to 100 % slower: 64 Ki is the price of s
 SOURCES_MAX = 4
 """How many arrays a compiled kernel sums in one call."""
 
-NUMBERS_MAX = 7
-"""How many scalars an `Equation` has at most."""
+STATES_MAX = 3
+"""How many states a rule has at most for which a kernel is compiled."""
+
+NUMBERS_MAX = 10
+"""How many numbers an `Equation` has at most."""
+
+Expression = Callable[..., Any]
+"""A rule: a function of gradient, weight, states and numbers. See `kvdist.kernels.elementwise`."""
 
 
 class WeightedSum(Protocol):
@@ -81,16 +87,50 @@ class FromFloat32(Protocol):
 
 
 class Equation(NamedTuple):
-    """One update of an optimizer as a compiled kernel needs it: which rule, and its scalars.
+    """One update of an optimizer: its rule, and the numbers of this update.
 
     Attributes:
-        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``, ``adagrad``, and
-            torch's where it is another. Not every backend has each.
-        numbers: in the rule's order; each is rounded once to the type of the arrays. At most `NUMBERS_MAX`.
+        expression: the rule; see `kvdist.kernels.elementwise`.
+        numbers: last arguments of the expression; each is rounded once to the type of the arrays. At most
+            `NUMBERS_MAX`.
+        places: places, among the optimizer's states, of the states that the expression takes; None for all.
+        is_negative: whether the gradient is negated first, because the rule maximises.
     """
 
-    name: str
+    expression: Expression
     numbers: tuple[float, ...]
+    places: tuple[int, ...] | None = None
+    is_negative: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the rule: for messages, and by which kernels of GPUs know the rules of this package."""
+        rule = self.expression
+        ours = rule.__module__.startswith("kvdist.optimizer.")
+        return rule.__name__ if ours else f"{rule.__module__}.{rule.__qualname__}"
+
+    def chosen(self, states: Sequence[Array]) -> Sequence[Array]:
+        """The states that the expression takes, out of all states of the optimizer."""
+        return states if self.places is None else [states[place] for place in self.places]
+
+
+class UpdateKernel(NamedTuple):
+    """What names a compiled kernel of an update: it is compiled once for each of these.
+
+    Attributes:
+        expression: the rule.
+        states: number of its states.
+        label: element type, ``float32`` or ``float64``.
+        by_rows: whether the kernel updates rows of a matrix where they lie.
+    """
+
+    expression: Expression
+    states: int
+    label: str
+    by_rows: bool
+
+    def __str__(self) -> str:
+        return f"{self.expression.__name__}{'_rows' if self.by_rows else ''}_{self.label}"
 
 
 class FusedUpdate(Protocol):
@@ -113,13 +153,13 @@ class FusedUpdate(Protocol):
         The result has the same bits either way. Arguments have been checked; none is refused here.
 
         Args:
-            equation: the rule.
+            equation: the rule and its numbers.
             weight: the present weight; only read.
             contributions: as of `WeightedSum`, and of the type of `weight`.
             scales: likewise.
             clip: elements of the scaled sum are cut to ±clip; None for no cut.
             out: receives the new weight; may be `weight`, which may be a contribution too; overlaps nothing else.
-            states: the rule's arrays, of `dtype.accumulate`; updated in place.
+            states: those of `Equation.chosen`, of `dtype.accumulate`; updated in place.
             dtype: of the weight and the contributions. Halves are widened, updated in float32 and rounded to nearest
                 even.
             master: the float32 weight behind a half one, updated in its place; where it does not round to the stored
@@ -158,8 +198,8 @@ class UpdateRows(Protocol):
             contributions: their ids are among `ids`. One that lacks a row adds zeros to it.
             scales: one finite number for each contribution.
             clip: elements of the scaled sum are cut to ±clip; None for no cut.
-            states: the rule's arrays, of `dtype.accumulate` and with a row for each slot; updated in place. Where one
-                has not the width of `weight`, nothing is done.
+            states: those of `Equation.chosen`, of `dtype.accumulate` and with a row for each slot; updated in place.
+                Where one has not the width of `weight`, nothing is done.
             dtype: of the weight and the contributions.
         """
 

@@ -1,20 +1,22 @@
-"""Kernels that numba compiles for this processor: a sum, and a sum with a whole optimizer, in one pass over memory.
+"""Kernels that numba compiles for this processor: a sum, and a sum with an optimizer, in a single pass over memory.
 
-Rules that hold here: every operation is the reference's, in the reference's order and type, without fast-math, so that
-the results are equal bit by bit (a NaN stays a NaN, its payload may differ). Every function has one explicit signature
-and never compiles for another: arrays of another type, unaligned or strided ones are refused with a TypeError. Sources
-and weights are declared read-only, which admits writable ones too. The GIL is released while a kernel runs.
+Rules that hold in this module: every operation is the reference's, in the reference's order and type, without fast-
+math, so that the results are equal bit by bit (a NaN stays a NaN, its payload may differ). Every function has a single
+explicit signature and never compiles for another: arrays of another type, unaligned or strided arrays are refused with
+a TypeError. Sources and weights are declared read-only, which admits writable ones too. The GIL is released while a
+kernel runs.
 
 Only `kvdist.kernels.cpu` imports this module, because importing numba takes long.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llvmlite.binding
@@ -22,10 +24,12 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types as nt
+from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from kvdist.kernels.interface import NUMBERS_MAX, SOURCES_MAX
+from kvdist.kernels import elementwise
+from kvdist.kernels.interface import SOURCES_MAX, STATES_MAX, UpdateKernel
 
 LOG = logging.getLogger("kvdist")
 
@@ -33,12 +37,12 @@ VERSION = f"numba {numba.__version__}"
 
 FLOATS = {"float32": numba.float32, "float64": numba.float64}
 
-# LLVM makes vector instructions of a loop only if it knows that no iteration writes what another one reads. Six arrays
-# are too many for it to compare at run time, and a weight that is updated in place would always fail the comparison.
-# So each access says itself to which array it belongs. What it promises holds: iteration i touches element i alone,
-# and reads it before it writes it.
+# LLVM makes vector instructions of a loop only if it knows that no iteration writes what another one reads. Seven
+# arrays are too many for it to compare at run time, and a weight that is updated in place would always fail the
+# comparison. So each access says itself to which array it belongs. What it promises holds: iteration i touches element
+# i alone, and reads it before it writes it.
 
-_WRITTEN = ("out", "first", "second")
+_WRITTEN = ("out", "first", "second", "third")
 
 
 def _scopes(builder: Any, names: tuple[str, ...]) -> Any:
@@ -49,7 +53,7 @@ def _scopes(builder: Any, names: tuple[str, ...]) -> Any:
 
 @intrinsic
 def _read(_context: Any, array: Any, index: Any) -> Any:
-    """array[index], which no iteration but this one writes."""
+    """array[index], which no other iteration writes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -61,7 +65,7 @@ def _read(_context: Any, array: Any, index: Any) -> Any:
 
 
 def _writer(name: str) -> Any:
-    """An intrinsic for array[index] = value on the array that is called `name` here and overlaps no other written."""
+    """An intrinsic for array[index] = value on the array `name`, which overlaps no other written array."""
     others = tuple(other for other in _WRITTEN if other != name)
 
     def write(_context: Any, array: Any, index: Any, value: Any) -> Any:
@@ -77,10 +81,37 @@ def _writer(name: str) -> Any:
     return intrinsic(write)
 
 
-_write_out, _write_first, _write_second = map(_writer, _WRITTEN)
+_write_out, _write_first, _write_second, _write_third = map(_writer, _WRITTEN)
 
 _part = numba.njit(nogil=True, error_model="numpy")
 """For functions that become part of a kernel."""
+
+# The functions of `kvdist.kernels.elementwise` that are NumPy's there, for one element.
+
+_real: Any = np.float32
+"""The type of elements of the kernel that is being built: every kernel has copies of the functions below."""
+
+
+def _sqrt(value):
+    return math.sqrt(value)
+
+
+def _sign(value):
+    if value != value:
+        return value
+    return _real(1) if value > 0 else _real(-1) if value < 0 else _real(0)
+
+
+def _maximum(one, other):
+    return other if one <= other or other != other else one
+
+
+def _above_zero(value):
+    return _real(0) if value < 0 else value
+
+
+def _negated(value):
+    return _real(0) - value
 
 
 @_part
@@ -90,186 +121,76 @@ def _limited(value, limit):
     return limit if value > limit else value
 
 
-@_part
-def _decayed(grad, w, wd):
-    return grad + w * wd if wd != 0 else grad
-
-
-# One element of each rule. `grad` is summed, rescaled and clipped; the numbers are those of `Optimizer.equation`.
-
-
-@_part
-def _sgd(i, grad, out, weight, first, second, lr, wd, n3, n4, n5, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    _write_out(out, i, w - grad * lr)
-
-
-@_part
-def _sgd_momentum(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    momentum = _read(first, i) * mu - grad * lr
-    _write_first(first, i, momentum)
-    _write_out(out, i, w + momentum)
-
-
-@_part
-def _nag(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    step = grad * lr
-    momentum = _read(first, i) * mu - step
-    _write_first(first, i, momentum)
-    _write_out(out, i, w + (momentum * mu - step))
-
-
-@_part
-def _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon):
-    mean = _read(first, i) * beta1 + grad * rest1
-    variance = _read(second, i) * beta2 + grad * grad * rest2
-    _write_first(first, i, mean)
-    _write_second(second, i, variance)
-    return mean / (math.sqrt(variance) + epsilon)
-
-
-@_part
-def _adam(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
-    _write_out(out, i, w - ratio * rate)
-
-
-@_part
-def _adamw(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon):
-    w = _read(weight, i)
-    ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
-    _write_out(out, i, w - _decayed(ratio, w, wd) * rate)
-
-
-@_part
-def _adagrad(i, grad, out, weight, first, second, lr, wd, epsilon, n4, n5, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    history = _read(first, i) + grad * grad
-    _write_first(first, i, history)
-    _write_out(out, i, w - grad / (math.sqrt(history) + epsilon) * lr)
-
-
-@_part
-def _torch_sgd(i, grad, out, weight, first, second, lr, wd, mu, rest, nesterov, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    momentum = _read(first, i) * mu + grad * rest
-    _write_first(first, i, momentum)
-    _write_out(out, i, w - (grad + momentum * mu if nesterov != 0 else momentum) * lr)
-
-
-@_part
-def _torch_adamw(i, grad, out, weight, first, second, rate, kept, beta1, rest1, beta2, rest2, epsilon):
-    ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
-    _write_out(out, i, _read(weight, i) * kept - ratio * rate)
-
-
-@_part
-def _pulled(mean, value, pull):
-    """The mean, moved to the value from the nearer end: see `kvdist.optimizer.torch_rules`."""
-    return (mean if pull > 0 else value) + (value - mean) * pull
-
-
-@_part
-def _torch_adamax(i, grad, out, weight, first, second, rate, wd, pull, beta2, epsilon, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    mean = _pulled(_read(first, i), grad, pull)
-    largest, size = _read(second, i) * beta2, abs(grad) + epsilon
-    largest = size if largest <= size or size != size else largest
-    _write_first(first, i, mean)
-    _write_second(second, i, largest)
-    _write_out(out, i, w - mean / largest * rate)
-
-
-@_part
-def _torch_radam(i, grad, out, weight, first, second, rate, wd, pull, beta2, rest2, epsilon, rectifies):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    mean = _pulled(_read(first, i), grad, pull)
-    variance = _read(second, i) * beta2 + grad * rest2 * grad
-    _write_first(first, i, mean)
-    _write_second(second, i, variance)
-    _write_out(out, i, w - (mean / (math.sqrt(variance) + epsilon) if rectifies != 0 else mean) * rate)
-
-
-@_part
-def _torch_rmsprop(i, grad, out, weight, first, second, lr, wd, alpha, rest, epsilon, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    squares = _read(first, i) * alpha + grad * rest * grad
-    _write_first(first, i, squares)
-    _write_out(out, i, w - grad * lr / (math.sqrt(squares) + epsilon))
-
-
-@_part
-def _torch_rmsprop_momentum(i, grad, out, weight, first, second, lr, wd, alpha, rest, epsilon, mu, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    squares = _read(first, i) * alpha + grad * rest * grad
-    momentum = _read(second, i) * mu + grad / (math.sqrt(squares) + epsilon)
-    _write_first(first, i, squares)
-    _write_second(second, i, momentum)
-    _write_out(out, i, w - momentum * lr)
-
-
-@_part
-def _torch_adadelta(i, grad, out, weight, first, second, lr, wd, rho, rest, epsilon, n6, n7):
-    w = _read(weight, i)
-    grad = _decayed(grad, w, wd)
-    squares, steps = _read(first, i) * rho + grad * rest * grad, _read(second, i)
-    step = grad / math.sqrt(squares + epsilon) * math.sqrt(steps + epsilon)
-    _write_first(first, i, squares)
-    _write_second(second, i, steps * rho + step * rest * step)
-    _write_out(out, i, w - step * lr)
-
-
-_RULES = {
-    "sgd": _sgd,
-    "sgd_momentum": _sgd_momentum,
-    "nag": _nag,
-    "adam": _adam,
-    "adamw": _adamw,
-    "adagrad": _adagrad,
-    "torch_sgd": _torch_sgd,
-    "torch_adamw": _torch_adamw,
-    "torch_adamax": _torch_adamax,
-    "torch_radam": _torch_radam,
-    "torch_rmsprop": _torch_rmsprop,
-    "torch_rmsprop_momentum": _torch_rmsprop_momentum,
-    "torch_adadelta": _torch_adadelta,
+_HELPERS: dict[Any, Callable[..., Any]] = {
+    elementwise.sqrt: _sqrt,
+    elementwise.sign: _sign,
+    elementwise.maximum: _maximum,
+    elementwise.above_zero: _above_zero,
+    elementwise.negated: _negated,
+    elementwise.limited: _limited.py_func,
 }
 
-_rule = _sgd
-"""The rule of the kernel that is being built: every kernel has its own copy of `_update` with another one here."""
+
+# One element of a rule with no state, and with one to three. `grad` is summed, rescaled and clipped.
+
+_expression: Any = None
+"""The compiled expression of the kernel that is being built."""
 
 
-def _update(out, weight, first, second, a, b, c, d, count, p, q, r, s, factor, limit, n1, n2, n3, n4, n5, n6, n7):
-    """The rule for the gradient `factor`·(p·a + q·b + r·c + s·d), with the first `count` terms, cut to ±limit."""
+def _step_0(i, grad, out, weight, first, second, third, numbers):
+    _write_out(out, i, _expression(grad, _read(weight, i), *numbers))
+
+
+def _step_1(i, grad, out, weight, first, second, third, numbers):
+    w, one = _expression(grad, _read(weight, i), _read(first, i), *numbers)
+    _write_first(first, i, one)
+    _write_out(out, i, w)
+
+
+def _step_2(i, grad, out, weight, first, second, third, numbers):
+    w, one, two = _expression(grad, _read(weight, i), _read(first, i), _read(second, i), *numbers)
+    _write_first(first, i, one)
+    _write_second(second, i, two)
+    _write_out(out, i, w)
+
+
+def _step_3(i, grad, out, weight, first, second, third, numbers):
+    w, one, two, three = _expression(
+        grad, _read(weight, i), _read(first, i), _read(second, i), _read(third, i), *numbers
+    )
+    _write_first(first, i, one)
+    _write_second(second, i, two)
+    _write_third(third, i, three)
+    _write_out(out, i, w)
+
+
+_STEPS: tuple[Any, ...] = (_step_0, _step_1, _step_2, _step_3)
+_step: Any = None
+"""The entry of `_STEPS` for the kernel that is being built."""
+
+
+def _update(out, weight, first, second, third, a, b, c, d, count, p, q, r, s, scaling):
+    """The rule for the gradient factor·(p·a + q·b + r·c + s·d), with the first `count` terms, cut to ±limit.
+
+    `scaling` has factor, limit, and the numbers of the rule.
+    """
+    factor, limit, numbers = scaling[0], scaling[1], scaling[2:]
     if count == 1:
         for i in range(out.size):
             grad = _read(a, i) * p
-            _rule(i, _limited(grad * factor, limit), out, weight, first, second, n1, n2, n3, n4, n5, n6, n7)
+            _step(i, _limited(grad * factor, limit), out, weight, first, second, third, numbers)
     elif count == 2:
         for i in range(out.size):
             grad = _read(a, i) * p + _read(b, i) * q
-            _rule(i, _limited(grad * factor, limit), out, weight, first, second, n1, n2, n3, n4, n5, n6, n7)
+            _step(i, _limited(grad * factor, limit), out, weight, first, second, third, numbers)
     elif count == 3:
         for i in range(out.size):
             grad = _read(a, i) * p + _read(b, i) * q + _read(c, i) * r
-            _rule(i, _limited(grad * factor, limit), out, weight, first, second, n1, n2, n3, n4, n5, n6, n7)
+            _step(i, _limited(grad * factor, limit), out, weight, first, second, third, numbers)
     else:
         for i in range(out.size):
             grad = _read(a, i) * p + _read(b, i) * q + _read(c, i) * r + _read(d, i) * s
-            _rule(i, _limited(grad * factor, limit), out, weight, first, second, n1, n2, n3, n4, n5, n6, n7)
+            _step(i, _limited(grad * factor, limit), out, weight, first, second, third, numbers)
 
 
 def _sum(out, a, b, c, d, count, p, q, r, s, factor):
@@ -313,7 +234,7 @@ def _fetch(_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def _at(_context: Any, array: Any, address: Any, index: Any) -> Any:
-    """Element `index` of what lies at an address and has the type of `array`. As many contributions as there are."""
+    """Element `index` of the array at an address, of the type of `array`: for any number of contributions."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = context.get_data_type(signature.args[0].dtype)
@@ -322,10 +243,9 @@ def _at(_context: Any, array: Any, address: Any, index: Any) -> Any:
     return array.dtype(array, nt.uint64, nt.intp), generate
 
 
-def _update_rows(
-    out, first, second, width, slots, ids, ids_at, values_at, counts, scales, factor, limit, n1, n2, n3, n4, n5, n6, n7
-):
-    """The rule for the rows at `slots`, with the gradient of `_update`: see `UpdateRows`."""
+def _update_rows(out, first, second, third, width, slots, ids, ids_at, values_at, counts, scales, scaling):
+    """The rule for the rows at `slots`, with gradient and `scaling` as of `_update`: see `UpdateRows`."""
+    factor, limit, numbers = scaling[0], scaling[1], scaling[2:]
     grad, nexts, step = np.empty(width, out.dtype), np.zeros(counts.size, np.int64), LINE_BYTES // out.itemsize
     for row in range(slots.size):
         if row + AHEAD < slots.size:
@@ -334,6 +254,7 @@ def _update_rows(
                 _fetch(out, j)
                 _fetch(first, j)
                 _fetch(second, j)
+                _fetch(third, j)
         for source in range(counts.size):
             at, scale = nexts[source], scales[source]
             is_there = at < counts[source] and _at(ids, ids_at[source], at) == ids[row]
@@ -349,7 +270,7 @@ def _update_rows(
         base = slots[row] * width
         for j in range(width):
             scaled = _limited(_read(grad, j) * factor, limit)
-            _rule(base + j, scaled, out, out, first, second, n1, n2, n3, n4, n5, n6, n7)
+            _step(base + j, scaled, out, out, first, second, third, numbers)
 
 
 # Coding: one or two bits an element, and halves. Floats are looked at as the bits they have, so that halves need no
@@ -382,7 +303,7 @@ def _float(_context: Any, bits: Any) -> Any:
 
 
 def _quantise2(grad, residual, limit, out):
-    """See `kernels.quantization`. One pass: reads 8 bytes of an element, writes 4 and a quarter."""
+    """See `kernels.quantization`. A single pass: reads 8 bytes of an element, writes 4 and a quarter."""
     codes = np.zeros(BLOCK_ELEMENTS, np.uint8)
     quads = codes.view(np.uint32)
     for start in range(0, grad.size, BLOCK_ELEMENTS):
@@ -402,7 +323,7 @@ def _quantise2(grad, residual, limit, out):
 
 
 def _dequantise2(data, limit, out):
-    """One pass: reads a quarter byte an element, writes 4."""
+    """A single pass: reads a quarter byte an element, writes 4."""
     whole = out.size // 4
     for i in range(whole):
         byte = data[i]
@@ -417,7 +338,7 @@ def _dequantise2(data, limit, out):
 
 
 def _quantise1(grad, residual, limit, out):
-    """One pass: reads 8 bytes of an element, writes 4 and an eighth."""
+    """A single pass: reads 8 bytes of an element, writes 4 and an eighth."""
     codes = np.zeros(BLOCK_ELEMENTS, np.uint8)
     eights = codes.view(np.uint64)
     for start in range(0, grad.size, BLOCK_ELEMENTS):
@@ -435,7 +356,7 @@ def _quantise1(grad, residual, limit, out):
 
 
 def _dequantise1(data, limit, out):
-    """One pass: reads an eighth of a byte an element, writes 4."""
+    """A single pass: reads an eighth of a byte an element, writes 4."""
     whole = out.size // 8
     for i in range(whole):
         byte = data[i]
@@ -447,7 +368,7 @@ def _dequantise1(data, limit, out):
 
 @_part
 def _to_float16(value):
-    """The bits of the nearest float16, ties to even; what is too large is infinite."""
+    """The bits of the nearest float16, ties to even; numbers that are too large become infinite."""
     bits = _bits(value)
     sign = bits & _U32(0x80000000)
     size = bits ^ sign
@@ -475,7 +396,7 @@ def _from_float16(half):
 
 @_part
 def _to_bfloat16(value):
-    """The bits of the nearest bfloat16, ties to even; what is too large is infinite."""
+    """The bits of the nearest bfloat16, ties to even; numbers that are too large become infinite."""
     bits = _bits(value)
     rounded = (bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16)
     return _U16((bits >> _U32(16)) | _U32(0x40) if value != value else rounded)
@@ -488,23 +409,23 @@ def _from_bfloat16(half):
 
 
 _to_half, _from_half, _infinite = _to_float16, _from_float16, _U16(0x7C00)
-"""Of the kernel that is being built: every kernel has its own copy of what follows with others here."""
+"""Of the kernel that is being built: every kernel has copies of the functions below, with its type's casts."""
 
 
 def _narrow(values, out):
-    """One pass."""
+    """Cast in a single pass."""
     for i in range(out.size):
         out[i] = _to_half(values[i])
 
 
 def _widen(bits, out):
-    """One pass."""
+    """Cast in a single pass."""
     for i in range(out.size):
         out[i] = _from_half(bits[i])
 
 
 def _round(grad, residual, out):
-    """See `kernels.quantization.round_to_half`. One pass: reads 8 bytes of an element, writes 6."""
+    """See `kernels.quantization.round_to_half`. A single pass: reads 8 bytes of an element, writes 6."""
     for i in range(out.size):
         value = residual[i] + grad[i]
         half = _to_half(value)
@@ -525,20 +446,24 @@ _CODERS: dict[str, Callable[..., Any]] = {
 _CASTS: dict[str, Callable[..., Any]] = {"narrow": _narrow, "widen": _widen, "round": _round}
 
 
-def build(name: str) -> Callable[..., None]:
-    """Compile the kernel ``{rule}_{type}``, ``{rule}_rows_{type}`` or ``sum_{type}``, or one that codes, or load it
-    from numba's cache.
+def build(name: str | UpdateKernel) -> Callable[..., None]:
+    """Compile the kernel of an update, or ``sum_{type}``, or of a codec, or load it from numba's cache.
 
     Where the cache cannot be read or written, it is compiled all the same.
 
     Raises:
-        KeyError: there is no such rule or type.
+        KeyError: the name or the type is unknown.
     """
-    template, signature, own = _coding_template(name) or _template(name)
+    if isinstance(name, UpdateKernel):
+        template, signature, own = _update_template(name)
+        label = f"{name}_{_digest(name.expression)}"
+    else:
+        template, signature, own = _coding_template(name) or _sum_template(name)
+        label = name
     function = types.FunctionType(template.__code__, own, template.__name__)
     # Its name decides the file in the cache. numba counts the entries of one file, so two processes that write
     # at once, perhaps on machines that share a home, could exchange entries: here a file has one entry.
-    function.__qualname__ = f"{name}_{_processor()}"
+    function.__qualname__ = f"{label}_{_processor()}"
     try:
         return _compiled(function, signature, cache=True)
     except Exception as error:  # noqa: BLE001  # no place to write, a full disk, a damaged file: all are one to us
@@ -546,27 +471,77 @@ def build(name: str) -> Callable[..., None]:
         return _compiled(function, signature, cache=False)
 
 
-def _template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
-    """A function, its signature, and its own globals."""
-    rule, _, label = name.rpartition("_")
-    rule, is_rows = rule.removesuffix("_rows"), rule.endswith("_rows")
-    number = FLOATS[label]
-    read = nt.Array(number, 1, "C", readonly=True)
-    written = number[::1]
-    sources = [read] * SOURCES_MAX + [nt.int64] + [number] * (SOURCES_MAX + 1)
-    own = {**globals(), "_rule": _RULES.get(rule)}
-    if is_rows:
-        numbers = [number] * (2 + NUMBERS_MAX)
+def _sum_template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """The function of a sum, its signature, and its globals."""
+    what, _, label = name.rpartition("_")
+    if what != "sum":
+        raise KeyError(name)
+    return _sum, nt.void(FLOATS[label][::1], *_sources(FLOATS[label])), globals()
+
+
+def _sources(number: Any) -> list[Any]:
+    """Types of the gradients, their count, their scales, and a factor."""
+    return [nt.Array(number, 1, "C", readonly=True)] * SOURCES_MAX + [nt.int64] + [number] * (SOURCES_MAX + 1)
+
+
+def _update_template(kernel: UpdateKernel) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """The function of an update, its signature, and its globals."""
+    number, real = FLOATS[kernel.label], np.dtype(kernel.label).type
+    expression = kernel.expression
+    step = _copied(_STEPS[kernel.states], {"_expression": _part_of(expression, real)})
+    own, written = {**globals(), "_step": step}, number[::1]
+    # Factor and limit stand for gradient and weight.
+    scaling = UniTuple(number, expression.__code__.co_argcount - kernel.states)
+    if kernel.by_rows:
         whole, at = nt.Array(nt.int64, 1, "C", readonly=True), nt.uint64[::1]
         rows = [nt.intp, whole, whole, at, at, nt.int64[::1], number[::1]]
-        return _update_rows, nt.void(written, written, written, *rows, *numbers), own
-    if rule == "sum":
-        return _sum, nt.void(written, *sources), own
-    return _update, nt.void(written, read, written, written, *sources, *[number] * (1 + NUMBERS_MAX)), own
+        return _update_rows, nt.void(*[written] * (1 + STATES_MAX), *rows, scaling), own
+    weight = nt.Array(number, 1, "C", readonly=True)
+    states = [written] * STATES_MAX
+    return _update, nt.void(written, weight, *states, *_sources(number)[:-1], scaling), own
+
+
+def _part_of(function: Callable[..., Any], real: Any) -> Callable[..., Any]:
+    """An expression, or a function that it calls, compiled for elements of this type as a part of a kernel."""
+    helper = _HELPERS.get(function)
+    if helper is not None:
+        return _copied(helper, {"_real": real})
+    if function.__closure__:
+        raise TypeError(f"the expression {function.__qualname__} is a closure, which cannot be compiled: move it out")
+    return _copied(function, {name: _part_of(called, real) for name, called in _called(function).items()})
+
+
+def _copied(function: Callable[..., Any], own: Mapping[str, Any]) -> Callable[..., Any]:
+    """A part of a kernel: a copy of a function with other globals."""
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **own}, function.__name__)
+    part: Callable[..., Any] = _part(copy)
+    return part
+
+
+def _called(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The functions of Python that a function may call, by their names in its module."""
+    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    return {name: value for name, value in named.items() if isinstance(value, types.FunctionType)}
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    """Digest of an expression and of the functions that it calls: numba's cache knows changes of this file only."""
+    found, waiting, seen = hashlib.blake2b(digest_size=8), [function], set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        called, code = _called(one), one.__code__
+        constants = [value for value in code.co_consts if value != one.__doc__]
+        values = [one.__globals__.get(name) for name in code.co_names if name not in called]
+        found.update(repr((code.co_code, constants, code.co_names, code.co_varnames, values)).encode())
+        waiting += called.values()
+    return found.hexdigest()
 
 
 def _coding_template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]] | None:
-    """For a name such as ``quantise2_float32`` or ``narrow_float16`` a function, its signature, and its own globals."""
+    """For a name such as ``quantise2_float32`` or ``narrow_float16`` a function, its signature, and its globals."""
     what, _, label = name.rpartition("_")
     read, write = nt.Array(nt.float32, 1, "C", readonly=True), nt.float32[::1]
     coder = _CODERS.get(what)

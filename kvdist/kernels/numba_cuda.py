@@ -411,7 +411,7 @@ class NumbaDevice:
         return self._kernels
 
     def runs(self, equation: Equation | None) -> bool:
-        return equation is not None and equation.name in RULES
+        return equation is not None and equation.name in RULES and not equation.is_negative
 
     def compile_one(self) -> None:
         """Compile and run a kernel, so that an obstacle is reported when the device is opened.
@@ -759,7 +759,7 @@ def _fused_update(
     Raises:
         TypeError: there is no kernel for this rule or type; the arrays cannot be updated function by function either.
     """
-    kernel = UPDATES.get((equation.name, dtype.label))
+    kernel = None if equation.is_negative else UPDATES.get((equation.name, dtype.label))
     if kernel is None:
         raise TypeError(
             f"{device.library} has no kernel for {equation.name} of {dtype.label} on {device.name}: install cupy there,"

@@ -143,7 +143,7 @@ def fused_update(
     dtype: DType,
     master: Array | None = None,
 ) -> bool:
-    """See `FusedUpdate`. The rules themselves are the reference: `Optimizer.apply`."""
+    """See `FusedUpdate`. NumPy sums first; then `elementwise.evaluate` takes the expression."""
     return False
 
 

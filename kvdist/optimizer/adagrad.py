@@ -1,6 +1,6 @@
 """Rules that divide the gradient by the root of a history of its squares: AdaGrad's family.
 
-Passes are counted after the gradient has been summed and clipped; weight decay adds two wherever it is not 0.
+The expressions' gradient is summed and clipped.
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvdist.kernels.elementwise import decayed, evaluate, limited, no_limit, sqrt
 from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.adam import toward
+from kvdist.optimizer.adam import share, toward
 from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number, optional_number
 
 
 def is_above_zero(epsilon: float) -> bool:
     """Whether it still is, rounded to the type of the arrays."""
     return bool(np.float32(epsilon) > 0)
+
+
+def adagrad(grad, weight, history, lr, wd, epsilon):
+    """ĝ = g + wd·w;  h ← h + ĝ²;  w ← w − lr·ĝ/(√h + ε)."""
+    grad = decayed(grad, weight, wd)
+    history = history + grad * grad
+    return weight - grad / (sqrt(history) + epsilon) * lr, history
 
 
 @register
@@ -48,20 +55,13 @@ class AdaGrad(Optimizer):
         return not wd and is_above_zero(self.epsilon)
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """Return the formula of `apply`."""
-        return Equation("adagrad", (lr, wd, self.epsilon))
+        """Return `adagrad`."""
+        return Equation(adagrad, (lr, wd, self.epsilon))
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in seven passes over the array."""
-        (history,) = state
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, grad, out=scratch)
-        np.add(history, scratch, out=history)
-        np.sqrt(history, out=scratch)
-        np.add(scratch, self.epsilon, out=scratch)
-        np.divide(grad, scratch, out=grad)
-        np.multiply(grad, step.lr, out=grad)
-        np.subtract(weight, grad, out=out)
+
+def group_adagrad(grad, weight, history, lr, epsilon):
+    """w ← w − lr·g/(√h + ε), with the history of the row, after this gradient."""
+    return weight - grad * lr / (sqrt(history) + epsilon)
 
 
 @register
@@ -98,19 +98,24 @@ class GroupAdaGrad(Optimizer):
             )
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in five passes over the array, and three over the rows."""
+        """Update the history of the rows, and evaluate `group_adagrad` with it."""
         (history,) = state
         row = step.extent.row_length
         if not row:
             return
         np.multiply(grad, grad, out=scratch)
         history += scratch.reshape(-1, row).mean(axis=1)
-        divisor = np.sqrt(history)
-        divisor += self.epsilon
-        np.multiply(grad, step.lr, out=grad)
-        matrix = grad.reshape(-1, row)
-        np.divide(matrix, divisor[:, np.newaxis], out=matrix)
-        np.subtract(weight, grad, out=out)
+        matrices = [array.reshape(-1, row) for array in (grad, weight, out)]
+        inputs = (*matrices[:2], history[:, np.newaxis])
+        evaluate(group_adagrad, inputs, (step.lr, self.epsilon), matrices[2:])
+
+
+def adadelta(grad, weight, gradients, steps, lr, wd, rho, rest, epsilon):
+    """ĝ = g + wd·w;  a ← ρ·a + (1 − ρ)·ĝ²;  Δ = ĝ/√(a + ε)·√(b + ε);  b ← ρ·b + (1 − ρ)·Δ²;  w ← w − lr·Δ."""
+    grad = decayed(grad, weight, wd)
+    gradients = toward(gradients, grad * grad, rho, rest)
+    step = grad / sqrt(gradients + epsilon) * sqrt(steps + epsilon)
+    return weight - step * lr, gradients, toward(steps, step * step, rho, rest)
 
 
 @register
@@ -135,22 +140,24 @@ class AdaDelta(Optimizer):
 
     state_names = ("gradients", "steps")  # a and b
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in seventeen passes over the array."""
-        gradients, steps = state
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, grad, out=scratch)
-        toward(gradients, self.rho, scratch, scratch)
-        np.add(gradients, self.epsilon, out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.divide(grad, scratch, out=grad)
-        np.add(steps, self.epsilon, out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.multiply(grad, scratch, out=grad)
-        np.multiply(grad, grad, out=scratch)
-        toward(steps, self.rho, scratch, scratch)
-        np.multiply(grad, step.lr, out=grad)
-        np.subtract(weight, grad, out=out)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `adadelta`."""
+        return Equation(adadelta, (lr, wd, *share(self.rho), self.epsilon))
+
+
+def rmsprop(grad, weight, squares, lr, wd, rho, rest, epsilon, limit):
+    """ĝ = g + wd·w;  n ← ρ·n + (1 − ρ)·ĝ²;  w ← clip(w − lr·ĝ/(√n + ε))."""
+    grad = decayed(grad, weight, wd)
+    squares = toward(squares, grad * grad, rho, rest)
+    return limited(weight - grad / (sqrt(squares) + epsilon) * lr, limit), squares
+
+
+def rmsprop_centered(grad, weight, squares, mean, delta, lr, wd, rho, rest, epsilon, limit, mu):
+    """ĝ and n as of `rmsprop`;  q ← ρ·q + (1 − ρ)·ĝ;  Δ ← μ·Δ − lr·ĝ/√(n − q² + ε);  w ← clip(w + Δ)."""
+    grad = decayed(grad, weight, wd)
+    squares, mean = toward(squares, grad * grad, rho, rest), toward(mean, grad, rho, rest)
+    delta = delta * mu - grad / sqrt(squares - mean * mean + epsilon) * lr
+    return limited(weight + delta, limit), squares, mean, delta
 
 
 @register
@@ -188,31 +195,7 @@ class RMSProp(Optimizer):
         """n; with `centered` also q and Δ."""
         return ("squares", "mean", "delta") if self.centered else ("squares",)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in nine passes over the array; sixteen if centered; another to clip."""
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, grad, out=scratch)
-        toward(state[0], self.rho, scratch, scratch)
-        if self.centered:
-            self._move_delta(grad, state, scratch, step.lr)
-            np.add(weight, state[2], out=out)
-        else:
-            np.sqrt(state[0], out=scratch)
-            np.add(scratch, self.epsilon, out=scratch)
-            np.divide(grad, scratch, out=grad)
-            np.multiply(grad, step.lr, out=grad)
-            np.subtract(weight, grad, out=out)
-        if self.clip_weights is not None:
-            out.clip(-self.clip_weights, self.clip_weights, out=out)
-
-    def _move_delta(self, grad: Array, state: States, scratch: Array, lr: float) -> None:
-        squares, mean, delta = state
-        toward(mean, self.rho, grad, scratch)
-        np.multiply(mean, mean, out=scratch)
-        np.subtract(squares, scratch, out=scratch)
-        np.add(scratch, self.epsilon, out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.divide(grad, scratch, out=grad)
-        np.multiply(grad, lr, out=grad)
-        np.multiply(delta, self.momentum, out=delta)
-        np.subtract(delta, grad, out=delta)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `rmsprop_centered` or `rmsprop`."""
+        numbers = (lr, wd, *share(self.rho), self.epsilon, no_limit(self.clip_weights))
+        return Equation(rmsprop_centered, (*numbers, self.momentum)) if self.centered else Equation(rmsprop, numbers)

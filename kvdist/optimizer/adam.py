@@ -1,31 +1,27 @@
 """Adam and related rules: a running mean of the gradients, divided by a measure of their size, element by element.
 
 The small number ε is outside the root and outside the bias correction, as in MXNet; torch corrects the variance first,
-so its ε acts differently in the first steps. Passes are counted after the gradient has been summed and clipped.
+so its ε acts differently in the first steps. The expressions' gradient is summed and clipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
-import numpy as np
-
-from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.base import Optimizer, States, Step
+from kvdist.kernels.elementwise import decayed, limited, maximum, no_limit, sqrt
+from kvdist.kernels.interface import Equation
+from kvdist.optimizer.base import Optimizer, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number
 
 
-def toward(mean: Array, decay: float, value: Array, scratch: Array) -> None:
-    """mean ← decay·mean + (1 − decay)·value. Three passes; `scratch` may be `value`."""
-    np.multiply(value, 1.0 - decay, out=scratch)
-    np.multiply(mean, decay, out=mean)
-    np.add(mean, scratch, out=mean)
+def toward(mean, value, beta, rest):
+    """β·mean + (1 − β)·value, with rest = 1 − β."""
+    return mean * beta + value * rest
 
 
 def corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
@@ -33,25 +29,16 @@ def corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
     return lr * math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count)
 
 
-def moment_numbers(beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
-    """β1, 1 − β1, β2, 1 − β2, ε: what `ratio` takes, before it is rounded to the type of the arrays."""
-    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon
+def share(beta: float) -> tuple[float, float]:
+    """β and 1 − β: what `toward` takes."""
+    return beta, 1.0 - beta
 
 
-def ratio(grad: Array, state: States, scratch: Array, moments: Sequence[float]) -> None:
-    """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  scratch ← m/(√v + ε). Ten passes; `grad` is used up."""
-    mean, variance = state
-    beta1, rest1, beta2, rest2, epsilon = moments
-    np.multiply(grad, rest1, out=scratch)
-    np.multiply(mean, beta1, out=mean)
-    np.add(mean, scratch, out=mean)
-    np.multiply(grad, grad, out=grad)
-    np.multiply(grad, rest2, out=grad)
-    np.multiply(variance, beta2, out=variance)
-    np.add(variance, grad, out=variance)
-    np.sqrt(variance, out=scratch)
-    np.add(scratch, epsilon, out=scratch)
-    np.divide(mean, scratch, out=scratch)
+def adam(grad, weight, mean, variance, rate, wd, beta1, rest1, beta2, rest2, epsilon):
+    """ĝ = g + wd·w;  m ← β1·m + (1 − β1)·ĝ;  v ← β2·v + (1 − β2)·ĝ²;  w ← w − rate·m/(√v + ε)."""
+    grad = decayed(grad, weight, wd)
+    mean, variance = toward(mean, grad, beta1, rest1), toward(variance, grad * grad, beta2, rest2)
+    return weight - mean / (sqrt(variance) + epsilon) * rate, mean, variance
 
 
 @register
@@ -77,17 +64,15 @@ class Adam(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """Return the formula with the bias-corrected rate, wd and the numbers of the moments."""
+        """Return `adam` with the bias-corrected rate."""
         rate = corrected(lr, self.beta1, self.beta2, count)
-        return Equation("adam", (rate, wd, *moment_numbers(self.beta1, self.beta2, self.epsilon)))
+        return Equation(adam, (rate, wd, *share(self.beta1), *share(self.beta2), self.epsilon))
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in twelve passes over the array."""
-        rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
-        add_decay(grad, weight, wd, scratch)
-        ratio(grad, state, scratch, moments)
-        np.multiply(scratch, rate, out=scratch)
-        np.subtract(weight, scratch, out=out)
+
+def adamw(grad, weight, mean, variance, rate, wd, beta1, rest1, beta2, rest2, epsilon):
+    """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  w ← w − rate·(m/(√v + ε) + wd·w)."""
+    mean, variance = toward(mean, grad, beta1, rest1), toward(variance, grad * grad, beta2, rest2)
+    return weight - decayed(mean / (sqrt(variance) + epsilon), weight, wd) * rate, mean, variance
 
 
 @register
@@ -115,17 +100,18 @@ class AdamW(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """Return the formula with the rate η, wd and the numbers of the moments."""
+        """Return `adamw` with the rate η."""
         rate = corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
-        return Equation("adamw", (rate, wd, *moment_numbers(self.beta1, self.beta2, self.epsilon)))
+        return Equation(adamw, (rate, wd, *share(self.beta1), *share(self.beta2), self.epsilon))
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in twelve passes over the array; fourteen if wd is not 0."""
-        rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
-        ratio(grad, state, scratch, moments)
-        add_decay(scratch, weight, wd, grad)
-        np.multiply(scratch, rate, out=scratch)
-        np.subtract(weight, scratch, out=out)
+
+def adabelief(grad, weight, mean, deviation, rate, wd, limit, beta1, rest1, beta2, rest2, epsilon):
+    """ĝ = clip(g + wd·w);  m ← β1·m + (1 − β1)·ĝ;  s ← β2·s + (1 − β2)·(ĝ − m)² + ε;  w ← w − rate·m/(√s + ε)."""
+    grad = limited(decayed(grad, weight, wd), limit)
+    mean = toward(mean, grad, beta1, rest1)
+    apart = grad - mean
+    deviation = toward(deviation, apart * apart, beta2, rest2) + epsilon
+    return weight - mean / (sqrt(deviation) + epsilon) * rate, mean, deviation
 
 
 @register
@@ -155,23 +141,18 @@ class AdaBelief(Optimizer):
 
     state_names = ("mean", "deviation")  # m and s
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in fourteen passes over the array, and another to clip."""
-        mean, deviation = state
-        add_decay(grad, weight, step.wd, scratch)
-        if self.clip_gradient is not None:
-            grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
-        toward(mean, self.beta1, grad, scratch)
-        np.subtract(grad, mean, out=grad)
-        np.multiply(grad, grad, out=grad)
-        toward(deviation, self.beta2, grad, grad)
-        np.add(deviation, self.epsilon, out=deviation)
-        np.sqrt(deviation, out=scratch)
-        np.add(scratch, self.epsilon, out=scratch)
-        np.divide(mean, scratch, out=scratch)
-        rate = corrected(step.lr, self.beta1, self.beta2, step.count) if self.correct_bias else step.lr
-        np.multiply(scratch, rate, out=scratch)
-        np.subtract(weight, scratch, out=out)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `adabelief` with the rate η."""
+        rate = corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
+        moments = *share(self.beta1), *share(self.beta2)
+        return Equation(adabelief, (rate, wd, no_limit(self.clip_gradient), *moments, self.epsilon))
+
+
+def adamax(grad, weight, mean, largest, rate, wd, beta1, rest1, beta2, epsilon):
+    """ĝ = g + wd·w;  m ← β1·m + (1 − β1)·ĝ;  u ← max(β2·u, |ĝ|);  w ← w − rate·m/(u + ε)."""
+    grad = decayed(grad, weight, wd)
+    mean, largest = toward(mean, grad, beta1, rest1), maximum(largest * beta2, abs(grad))
+    return weight - mean / (largest + epsilon) * rate, mean, largest
 
 
 @register
@@ -197,18 +178,17 @@ class Adamax(Optimizer):
 
     state_names = ("mean", "largest")  # m and u
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in ten passes over the array."""
-        mean, largest = state
-        add_decay(grad, weight, step.wd, scratch)
-        toward(mean, self.beta1, grad, scratch)
-        np.abs(grad, out=grad)
-        np.multiply(largest, self.beta2, out=largest)
-        np.maximum(largest, grad, out=largest)
-        np.add(largest, self.epsilon, out=scratch)
-        np.divide(mean, scratch, out=scratch)
-        np.multiply(scratch, step.lr / (1.0 - self.beta1**step.count), out=scratch)
-        np.subtract(weight, scratch, out=out)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `adamax` with the bias-corrected rate."""
+        return Equation(adamax, (lr / (1.0 - self.beta1**count), wd, *share(self.beta1), self.beta2, self.epsilon))
+
+
+def nadam(grad, weight, mean, variance, lr, wd, beta1, rest1, beta2, rest2, of_grad, of_mean, of_variance, epsilon):
+    """w ← w − lr·(of_grad·ĝ + of_mean·m)/(√(of_variance·v) + ε), with ĝ, m and v as of `adam`."""
+    grad = decayed(grad, weight, wd)
+    mean, variance = toward(mean, grad, beta1, rest1), toward(variance, grad * grad, beta2, rest2)
+    step = (grad * of_grad + mean * of_mean) / (sqrt(variance * of_variance) + epsilon)
+    return weight - step * lr, mean, variance
 
 
 @register
@@ -247,20 +227,12 @@ class Nadam(Optimizer):
         """Return the next P: P ← P·μᵗ."""
         return (scalars[0] * self._momentum(count),)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in seventeen passes over the array."""
-        mean, variance = state
+    def _formula(self, step: Step) -> Equation:
+        """Return `nadam` with the factors that follow from P."""
         now, following, schedule = self._momentum(step.count), self._momentum(step.count + 1), step.scalars[0]
-        add_decay(grad, weight, step.wd, scratch)
-        toward(mean, self.beta1, grad, scratch)
-        np.multiply(grad, grad, out=scratch)
-        toward(variance, self.beta2, scratch, scratch)
-        np.multiply(grad, (1.0 - now) / (1.0 - schedule), out=grad)
-        np.multiply(mean, following / (1.0 - schedule * following), out=scratch)
-        np.add(grad, scratch, out=grad)
-        np.multiply(variance, 1.0 / (1.0 - self.beta2**step.count), out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.add(scratch, self.epsilon, out=scratch)
-        np.divide(grad, scratch, out=grad)
-        np.multiply(grad, step.lr, out=grad)
-        np.subtract(weight, grad, out=out)
+        factors = (
+            (1.0 - now) / (1.0 - schedule),
+            following / (1.0 - schedule * following),
+            1.0 / (1.0 - self.beta2**step.count),
+        )
+        return Equation(nadam, (step.lr, step.wd, *share(self.beta1), *share(self.beta2), *factors, self.epsilon))

@@ -1,5 +1,8 @@
 """Base class of optimizers: a name, checked numbers, and a rule for an array.
 
+A rule is one expression (`kvdist.kernels.elementwise`), which `Optimizer.equation` gives with the numbers of an update;
+or, for what is no expression, an `Optimizer.apply` of its own.
+
 An optimizer travels to the servers as its description, a small table of names and numbers, never as code. Its
 hyper-parameters are therefore frozen: a later change would never reach a server. Only `learning_rate`, `wd`,
 `rescale_grad` and the multipliers may change, because they travel with every push.
@@ -17,7 +20,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import numpy as np
+
 from kvdist import lr_scheduler as schedules
+from kvdist.kernels.elementwise import evaluate
 from kvdist.kernels.interface import Array, Equation
 from kvdist.lr_scheduler import LRScheduler
 from kvdist.schema import Schema, Value, finite_number, flag, number, optional_number, schema_of
@@ -96,7 +102,7 @@ class Optimizer(ABC):
     on_host: ClassVar[bool] = False
     """Whether the rule needs arrays in host memory, because it draws random numbers on the CPU."""
     clips_itself: ClassVar[bool] = False
-    """Whether `apply` clips to `clip_gradient`, because the rule changes the gradient before clipping."""
+    """Whether the rule clips to `clip_gradient` itself, because it changes or measures the gradient before clipping."""
     states_from_weight: ClassVar[tuple[str, ...]] = ()
     """Entries of `state_names` that start as a copy of the weight. The others start as zeros."""
     initial_scalars: ClassVar[Mapping[str, float]] = MappingProxyType({})
@@ -134,9 +140,8 @@ class Optimizer(ABC):
         """Names of all arrays that are kept per slice: `state_names`, then `AVERAGE` with `average_half_life`."""
         return self.state_names if self.average_half_life is None else (*self.state_names, AVERAGE)
 
-    @abstractmethod
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Write the new weight to `out` and the new state to `state`.
+        """Write the new weight to `out` and the new state to `state`: those of `equation`, evaluated with NumPy.
 
         All arrays are one-dimensional, of the same length (states of a rule `by_rows` have one element per row) and of
         the same floating-point type. Arithmetic must keep the type: use Python floats, not float64 scalars of NumPy.
@@ -149,6 +154,10 @@ class Optimizer(ABC):
             scratch: temporary memory of arbitrary content.
             step: numbers of this update.
         """
+        equation = self._formula(step)
+        if equation is None:
+            raise NotImplementedError(f"{self.name} has no equation, so it must define apply()")
+        apply_equation(equation, weight, grad, out, state, scratch)
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
         """Return the arrays of this piece whose norms over the whole parameter `apply` needs.
@@ -194,12 +203,18 @@ class Optimizer(ABC):
         return False
 
     def equation(self, lr: float, wd: float, count: int) -> Equation | None:
-        """Return the formula of `apply` for backends with a fused kernel of it; None if only `apply` can compute it.
+        """Return the rule as an expression, with its numbers; None if it needs more of `Step`, or is no expression.
+
+        Kernels are made from the expression, and `apply` evaluates it with NumPy.
 
         Args:
             lr, wd, count: as in `Step`.
         """
         return None
+
+    def _formula(self, step: Step) -> Equation | None:
+        """Return `equation` for rules whose numbers need more of the step: norms, scalars or the key."""
+        return self.equation(step.lr, step.wd, step.count)
 
     @property
     def is_elementwise(self) -> bool:
@@ -332,6 +347,27 @@ class Optimizer(ABC):
         values.update((field, vars(self)[field]) for field in numbers_of(type(self)))
         values.update({schedules.ENTRY: None} if self.lr_scheduler is None else self.lr_scheduler.describe())
         return values
+
+
+def apply_equation(
+    equation: Equation, weight: Array, grad: Array, out: Array, state: Sequence[Array], scratch: Array
+) -> None:
+    """Compute `Optimizer.apply` by an equation."""
+    if equation.is_negative:
+        np.negative(grad, out=grad)
+    states = equation.chosen(state)
+    evaluate(equation.expression, (grad, weight, *states), equation.numbers, (out, *states), scratch)
+
+
+def formula_of(optimizer: Optimizer, step: Step) -> Equation | None:
+    """Return the rule of an update as an expression with all its numbers; None if only `apply` can compute it."""
+    return optimizer._formula(step)
+
+
+def has_rule(cls: type[Optimizer]) -> bool:
+    """Whether a class defines a rule: an `equation`, or an `apply` of its own."""
+    names = ("apply", "equation", "_formula")
+    return any(getattr(cls, name) is not getattr(Optimizer, name) for name in names)
 
 
 def default_of(cls: type[Optimizer], field: str) -> object:

@@ -1,7 +1,7 @@
 """Rules that choose the weight which would have been best so far: follow the regularised, or the moving, leader.
 
 They compute the weight from sums instead of adding a step to it. Both divide by the learning rate, so it is above 0.
-Passes are counted after the gradient has been summed and clipped.
+The expressions' gradient is summed and clipped.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from kvdist.kernels.interface import Array
-from kvdist.optimizer.adam import toward
-from kvdist.optimizer.base import Extent, Optimizer, States, Step
+from kvdist.kernels.elementwise import above_zero, decayed, negated, sign, sqrt
+from kvdist.kernels.interface import Equation
+from kvdist.optimizer.adam import share, toward
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number
 
 
@@ -26,6 +24,19 @@ def _require_rate(name: str, lr: float, extent: Extent) -> None:
             f"{name} divides by the learning rate, but that of {extent.key!r} is {lr:g}: use a rate above 0; to freeze"
             " a parameter, do not push it"
         )
+
+
+def ftrl(grad, weight, sums, squares, inverse, wd, lamda1, beta):
+    """σ = (√(n + g²) − √n)/lr;  z ← z + g − σ·w;  n ← n + g²;  w ← −sign(z)·max(|z| − λ1, 0)/((β + √n)/lr + wd).
+
+    `inverse` is 1/lr.
+    """
+    former = sqrt(squares)
+    squares = squares + grad * grad
+    root = sqrt(squares)
+    sums = sums + grad - (root - former) * inverse * weight
+    size = above_zero(abs(sums) - lamda1) / ((root + beta) * inverse + wd)
+    return negated(size * sign(sums)), sums, squares
 
 
 @register
@@ -59,29 +70,20 @@ class Ftrl(Optimizer):
         """Reject a learning rate of 0."""
         _require_rate(self.name, lr, extent)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in nineteen passes over the array."""
-        sums, squares = state
-        np.add(sums, grad, out=sums)
-        np.multiply(grad, grad, out=grad)
-        np.sqrt(squares, out=scratch)
-        np.add(squares, grad, out=squares)
-        np.sqrt(squares, out=grad)
-        np.subtract(grad, scratch, out=scratch)
-        np.multiply(scratch, 1.0 / step.lr, out=scratch)
-        np.multiply(scratch, weight, out=scratch)
-        np.subtract(sums, scratch, out=sums)
-        # (β + √n)/lr + wd, with √n in `grad`
-        np.add(grad, self.beta, out=grad)
-        np.multiply(grad, 1.0 / step.lr, out=grad)
-        np.add(grad, step.wd, out=grad)
-        np.abs(sums, out=scratch)
-        np.subtract(scratch, self.lamda1, out=scratch)
-        np.maximum(scratch, 0.0, out=scratch)
-        np.divide(scratch, grad, out=scratch)
-        np.sign(sums, out=grad)
-        np.multiply(scratch, grad, out=scratch)
-        np.subtract(0.0, scratch, out=out)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `ftrl`."""
+        return Equation(ftrl, (1.0 / lr, wd, self.lamda1, self.beta))
+
+
+def ftml(grad, weight, divisor, variance, sums, wd, beta1, rest1, beta2, rest2, of_root, epsilon, scale):
+    """ĝ = g + wd·w;  v ← β2·v + (1 − β2)·ĝ²;  e = scale·(of_root·√v + ε);  z ← β1·z + (1 − β1)·ĝ − (e − β1·d)·w;
+    d ← e;  w ← −z/d, with scale = (1 − β1ᵗ)/lr and of_root = 1/√(1 − β2ᵗ).
+    """
+    grad = decayed(grad, weight, wd)
+    variance = toward(variance, grad * grad, beta2, rest2)
+    new = (sqrt(variance) * of_root + epsilon) * scale
+    sums = toward(sums, grad, beta1, rest1) - (new - divisor * beta1) * weight
+    return negated(sums / new), new, variance, sums
 
 
 @register
@@ -112,21 +114,7 @@ class FTML(Optimizer):
         """Reject a learning rate of 0."""
         _require_rate(self.name, lr, extent)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in seventeen passes over the array."""
-        divisor, variance, sums = state
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, grad, out=scratch)
-        toward(variance, self.beta2, scratch, scratch)
-        toward(sums, self.beta1, grad, grad)
-        np.sqrt(variance, out=scratch)
-        np.multiply(scratch, 1.0 / math.sqrt(1.0 - self.beta2**step.count), out=scratch)
-        np.add(scratch, self.epsilon, out=scratch)
-        np.multiply(scratch, (1.0 - self.beta1**step.count) / step.lr, out=scratch)
-        np.multiply(divisor, self.beta1, out=divisor)
-        np.subtract(scratch, divisor, out=grad)
-        np.multiply(grad, weight, out=grad)
-        np.subtract(sums, grad, out=sums)
-        np.copyto(divisor, scratch)
-        np.divide(sums, divisor, out=scratch)
-        np.subtract(0.0, scratch, out=out)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `ftml`."""
+        of_root, scale = 1.0 / math.sqrt(1.0 - self.beta2**count), (1.0 - self.beta1**count) / lr
+        return Equation(ftml, (wd, *share(self.beta1), *share(self.beta2), of_root, self.epsilon, scale))

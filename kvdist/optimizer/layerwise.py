@@ -3,8 +3,8 @@
 They are for large batches: each parameter moves by a share of its own length. MXNet computed the lengths for
 each shard; here they are those of the parameter, which therefore lives whole on one server.
 
-Passes are counted after the gradient has been summed. A turn of `measure` sums and widens once more; the sum of squares
-of each array that it returns is two passes, in float64.
+Norms arrive in the expressions as rates. A turn of `measure` sums and widens once more; the sum of squares of each
+array that it returns is two passes, in float64.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvdist.kernels.interface import Array
-from kvdist.optimizer.adam import toward
+from kvdist.kernels.elementwise import decayed, evaluate, limited, no_limit, sqrt
+from kvdist.kernels.interface import Array, Equation
+from kvdist.optimizer.adam import share, toward
 from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.sgd import add_decay, descend
+from kvdist.optimizer.sgd import sgd, sgd_momentum
 from kvdist.schema import flag, number, optional_number
 
 UNSCALED_ENDINGS = ("gamma", "beta", "bias")
@@ -33,6 +34,16 @@ def trust(of_weight: float, of_step: float, least: float | None = None, most: fl
     if most is not None:
         of_weight = min(of_weight, most)
     return of_weight / of_step if of_weight and of_step else 1.0
+
+
+def lars(grad, weight, rate, wd, limit):
+    """w ← w − rate·(clip(g) + wd·w)."""
+    return sgd(limited(grad, limit), weight, rate, wd)
+
+
+def lars_momentum(grad, weight, momentum, rate, wd, limit, mu):
+    """m ← μ·m − rate·(clip(g) + wd·w);  w ← w + m."""
+    return sgd_momentum(limited(grad, limit), weight, momentum, rate, wd, mu)
 
 
 @register
@@ -79,18 +90,31 @@ class LARS(Optimizer):
             return step.lr
         return step.lr * self.eta * of_weight / (of_grad + step.wd * of_weight + self.epsilon)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in two passes over the array; four with momentum; another to clip, and two for the decay."""
-        if self.clip_gradient is not None:
-            grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, self._rate(step), out=grad)
-        descend(weight, grad, out, state[0] if state else None, self.momentum)
+    def _formula(self, step: Step) -> Equation:
+        """Return `lars_momentum`, or `lars` without momentum."""
+        numbers = self._rate(step), step.wd, no_limit(self.clip_gradient)
+        return Equation(lars_momentum, (*numbers, self.momentum)) if self.momentum else Equation(lars, numbers)
 
 
 def _is_unscaled(extent: Extent) -> bool:
     key = extent.key
     return key.endswith(UNSCALED_ENDINGS) if isinstance(key, str) else len(extent.shape) < 2
+
+
+def direction(weight, mean, variance, wd, of_variance, epsilon, rest1):
+    """m̂/(√v̂ + ε) + wd·w, with v̂ = of_variance·v and m̂ = m/rest1."""
+    return decayed(mean / ((sqrt(variance * of_variance) + epsilon) * rest1), weight, wd)
+
+
+def lamb_direction(grad, weight, mean, variance, beta1, part1, beta2, part2, wd, of_variance, epsilon, rest1):
+    """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  the gradient becomes u."""
+    mean, variance = toward(mean, grad, beta1, part1), toward(variance, grad * grad, beta2, part2)
+    return direction(weight, mean, variance, wd, of_variance, epsilon, rest1), mean, variance
+
+
+def lamb(grad, weight, mean, variance, rate, wd, of_variance, epsilon, rest1):
+    """w ← w − rate·u, with m and v of this update, and rate = lr·r."""
+    return weight - direction(weight, mean, variance, wd, of_variance, epsilon, rest1) * rate, mean, variance
 
 
 @register
@@ -124,26 +148,44 @@ class LAMB(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
-        """Update m and v; return w and u. Eleven passes over the array."""
-        mean, variance = state
-        toward(mean, self.beta1, grad, scratch)
-        np.multiply(grad, grad, out=grad)
-        toward(variance, self.beta2, grad, grad)
-        self._direction(weight, state, grad, scratch, step)
+        """Update m and v; return w and u."""
+        numbers = (*share(self.beta1), *share(self.beta2), *self._direction(step))
+        evaluate(lamb_direction, (grad, weight, *state), numbers, (grad, *state), scratch)
         return weight, grad
 
-    def _direction(self, weight: Array, state: States, out: Array, scratch: Array, step: Step) -> None:
-        """out ← u. Four passes, and two for the decay."""
+    def _direction(self, step: Step) -> tuple[float, ...]:
+        """Numbers of `direction`."""
         count = step.count if self.bias_correction else math.inf  # βᵗ is 0 then
-        _ratio(state[0], state[1], 1.0 - self.beta1**count, 1.0 - self.beta2**count, self.epsilon, out, scratch)
-        add_decay(out, weight, step.wd, scratch)
+        return step.wd, 1.0 / (1.0 - self.beta2**count), self.epsilon, 1.0 - self.beta1**count
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in seven passes over the array, and two for the decay."""
+    def _formula(self, step: Step) -> Equation:
+        """Return `lamb`."""
         of_weight, of_step = step.norms
-        self._direction(weight, state, grad, scratch, step)
-        np.multiply(grad, step.lr * trust(of_weight, of_step, self.lower_bound, self.upper_bound), out=grad)
-        np.subtract(weight, grad, out=out)
+        rate = step.lr * trust(of_weight, of_step, self.lower_bound, self.upper_bound)
+        return Equation(lamb, (rate, *self._direction(step)))
+
+
+def lans_pair(grad, weight, mean, variance, wd, of_variance, epsilon, rest1):
+    """p and q of `LANS`."""
+    root = sqrt(variance * of_variance) + epsilon
+    return decayed(mean / (root * rest1), weight, wd), decayed(grad / root, weight, wd)
+
+
+def lans_directions(
+    grad, weight, mean, variance, scale, limit, wd, of_variance, epsilon, rest1, beta1, part1, beta2, part2
+):
+    """g ← clip(scale·g);  m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  the results are p, q, m and v."""
+    grad = limited(grad * scale, limit)
+    mean, variance = toward(mean, grad, beta1, part1), toward(variance, grad * grad, beta2, part2)
+    by_mean, by_grad = lans_pair(grad, weight, mean, variance, wd, of_variance, epsilon, rest1)
+    return by_mean, by_grad, mean, variance
+
+
+def lans(grad, weight, mean, variance, scale, limit, wd, of_variance, epsilon, rest1, of_mean, of_grad):
+    """w ← w − (of_mean·p + of_grad·q), with g ← clip(scale·g), and m and v of this update."""
+    grad = limited(grad * scale, limit)
+    by_mean, by_grad = lans_pair(grad, weight, mean, variance, wd, of_variance, epsilon, rest1)
+    return weight - (by_mean * of_mean + by_grad * of_grad), mean, variance
 
 
 @register
@@ -177,52 +219,30 @@ class LANS(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
-        """Return w and g first; then update m and v, and return p and q. Seventeen passes over the array."""
+        """Return w and g first; then update m and v, and return p and q."""
         if turn == 0:
             return weight, grad
-        mean, variance = state
-        self._normalise(grad, step.norms[1])
-        toward(mean, self.beta1, grad, scratch)
-        np.multiply(grad, grad, out=scratch)
-        toward(variance, self.beta2, scratch, scratch)
-        by_mean, by_grad = self._directions(weight, grad, state, scratch, step)
-        return by_mean, by_grad
-
-    def _normalise(self, grad: Array, length: float) -> None:
-        if length:
-            np.multiply(grad, 1.0 / length, out=grad)
-        if self.clip_gradient is not None:
-            grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
-
-    def _directions(self, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> tuple[Array, Array]:
-        """p, which is new, and q in `grad`. Eight passes, and four for the decay."""
-        mean, variance = state
-        rest1, rest2 = 1.0 - self.beta1**step.count, 1.0 - self.beta2**step.count
-        by_mean = np.empty_like(mean)
-        _ratio(mean, variance, rest1, rest2, self.epsilon, by_mean, scratch)
-        _ratio(grad, variance, 1.0, rest2, self.epsilon, grad, scratch)
-        add_decay(by_mean, weight, step.wd, scratch)
-        add_decay(grad, weight, step.wd, scratch)
+        numbers = (*self._scaling(step), *self._direction(step), *share(self.beta1), *share(self.beta2))
+        by_mean = np.empty_like(grad)
+        evaluate(lans_directions, (grad, weight, *state), numbers, (by_mean, grad, *state), scratch)
         return by_mean, grad
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in thirteen passes over the array, and four for the decay."""
-        of_weight, of_grad, of_by_mean, of_by_grad = step.norms
-        self._normalise(grad, of_grad)
-        by_mean, by_grad = self._directions(weight, grad, state, scratch, step)
+    def _scaling(self, step: Step) -> tuple[float, float]:
+        """Factor that makes the gradient's norm 1, unless that is 0, and the limit of its elements then."""
+        of_grad = step.norms[1]
+        return 1.0 / of_grad if of_grad else 1.0, no_limit(self.clip_gradient)
+
+    def _direction(self, step: Step) -> tuple[float, ...]:
+        """Numbers of `lans_pair`."""
+        of_variance = 1.0 / (1.0 - self.beta2**step.count)
+        return step.wd, of_variance, self.epsilon, 1.0 - self.beta1**step.count
+
+    def _formula(self, step: Step) -> Equation:
+        """Return `lans`."""
+        of_weight, _, of_by_mean, of_by_grad = step.norms
         bounds = self.lower_bound, self.upper_bound
-        np.multiply(by_mean, step.lr * self.beta1 * trust(of_weight, of_by_mean, *bounds), out=by_mean)
-        np.multiply(by_grad, step.lr * (1.0 - self.beta1) * trust(of_weight, of_by_grad, *bounds), out=by_grad)
-        np.add(by_mean, by_grad, out=by_mean)
-        np.subtract(weight, by_mean, out=out)
-
-
-def _ratio(
-    mean: Array, variance: Array, rest1: float, rest2: float, epsilon: float, out: Array, scratch: Array
-) -> None:
-    """out ← (mean/rest1)/(√(variance/rest2) + ε); `mean` may be `out`. Five passes."""
-    np.multiply(variance, 1.0 / rest2, out=scratch)
-    np.sqrt(scratch, out=scratch)
-    np.add(scratch, epsilon, out=scratch)
-    np.multiply(scratch, rest1, out=scratch)
-    np.divide(mean, scratch, out=out)
+        rates = (
+            step.lr * self.beta1 * trust(of_weight, of_by_mean, *bounds),
+            step.lr * (1.0 - self.beta1) * trust(of_weight, of_by_grad, *bounds),
+        )
+        return Equation(lans, (*self._scaling(step), *self._direction(step), *rates))

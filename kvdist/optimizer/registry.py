@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvdist import lr_scheduler as schedules
 from kvdist.config.suggestions import did_you_mean
 from kvdist.optimizer import mxnet_1_9
-from kvdist.optimizer.base import HINTS, Optimizer, numbers_of
+from kvdist.optimizer.base import HINTS, Optimizer, has_rule, numbers_of
 
 _OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
 
@@ -26,15 +26,15 @@ def register(cls: _OptimizerClass) -> _OptimizerClass:
     Servers must know the class too: name its module when they are started (``--server-module``).
 
     Raises:
-        TypeError: the class is not a dataclass derived from `Optimizer`, a field has no schema, or `apply` is missing.
+        TypeError: the class is not a dataclass derived from `Optimizer`, a field has no schema, or the rule is missing.
         ValueError: the name is not lower case, or belongs to another class.
     """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
         raise TypeError(f"{cls!r} is not a class derived from kvdist.optimizer.Optimizer")
     if "__dataclass_fields__" not in vars(cls):
         raise TypeError(f"{cls.__name__} must be decorated with @dataclass(kw_only=True, eq=False), below @register")
-    if inspect.isabstract(cls):
-        raise TypeError(f"{cls.__name__} has no rule: define apply()")
+    if inspect.isabstract(cls) or not has_rule(cls):
+        raise TypeError(f"{cls.__name__} has no rule: define state_names, and equation() or apply()")
     numbers_of(cls)
     name = cls.name
     if not name or name != name.lower():

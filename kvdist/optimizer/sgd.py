@@ -1,6 +1,6 @@
 """Gradient descent: plain, with momentum, with Nesterov's momentum, by signs, for late gradients; and a rule for tests.
 
-Passes are counted after the gradient has been summed and clipped; weight decay adds two unless it is 0.
+The expressions' gradient is summed and clipped.
 """
 
 from __future__ import annotations
@@ -13,27 +13,22 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvdist.kernels.elementwise import decayed, evaluate, sign
 from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.base import Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.schema import number, whole
 
 
-def add_decay(grad: Array, weight: Array, wd: float, scratch: Array) -> None:
-    """grad ← grad + wd·weight. Two passes, none when wd is 0."""
-    if wd:
-        np.multiply(weight, wd, out=scratch)
-        np.add(grad, scratch, out=grad)
+def sgd(grad, weight, lr, wd):
+    """w ← w − lr·(g + wd·w)."""
+    return weight - decayed(grad, weight, wd) * lr
 
 
-def descend(weight: Array, step: Array, out: Array, momentum: Array | None, mu: float) -> None:
-    """out ← weight − step; with a momentum m ← mu·m − step, and out ← weight + m. One pass; three with a momentum."""
-    if momentum is None:
-        np.subtract(weight, step, out=out)
-        return
-    np.multiply(momentum, mu, out=momentum)
-    np.subtract(momentum, step, out=momentum)
-    np.add(weight, momentum, out=out)
+def sgd_momentum(grad, weight, momentum, lr, wd, mu):
+    """m ← μ·m − lr·(g + wd·w);  w ← w + m."""
+    momentum = momentum * mu - decayed(grad, weight, wd) * lr
+    return weight + momentum, momentum
 
 
 @register
@@ -64,14 +59,15 @@ class SGD(Optimizer):
         return not (self.momentum or wd)
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """Return the formula with or without momentum."""
-        return Equation("sgd_momentum", (lr, wd, self.momentum)) if self.momentum else Equation("sgd", (lr, wd))
+        """Return `sgd_momentum`, or `sgd` without momentum."""
+        return Equation(sgd_momentum, (lr, wd, self.momentum)) if self.momentum else Equation(sgd, (lr, wd))
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in two passes over the array; four with momentum."""
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, step.lr, out=grad)
-        descend(weight, grad, out, state[0] if state else None, self.momentum)
+
+def nag(grad, weight, momentum, lr, wd, mu):
+    """ĝ = g + wd·w;  m ← μ·m − lr·ĝ;  w ← w + μ·m − lr·ĝ."""
+    step = decayed(grad, weight, wd) * lr
+    momentum = momentum * mu - step
+    return weight + (momentum * mu - step), momentum
 
 
 @register
@@ -93,19 +89,19 @@ class NAG(Optimizer):
     state_names = ("momentum",)  # m
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """Return the formula of `apply`."""
-        return Equation("nag", (lr, wd, self.momentum))
+        """Return `nag`."""
+        return Equation(nag, (lr, wd, self.momentum))
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in six passes over the array."""
-        (momentum,) = state
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, step.lr, out=grad)
-        np.multiply(momentum, self.momentum, out=momentum)
-        np.subtract(momentum, grad, out=momentum)
-        np.multiply(momentum, self.momentum, out=scratch)
-        np.subtract(scratch, grad, out=scratch)
-        np.add(weight, scratch, out=out)
+
+def signum(grad, weight, momentum, lr, wd, mu, rest, kept):
+    """m ← μ·m − (1 − μ)·(g + wd·w);  w ← (1 − lr·wd_lh)·w + lr·sign(m)."""
+    momentum = momentum * mu - decayed(grad, weight, wd) * rest
+    return weight * kept + sign(momentum) * lr, momentum
+
+
+def sign_descent(grad, weight, step, kept):
+    """w ← (1 − lr·(wd + wd_lh))·w + step·sign(g), with step = −lr."""
+    return weight * kept + sign(grad) * step
 
 
 @register
@@ -138,23 +134,29 @@ class Signum(Optimizer):
         """True without momentum and without both decays."""
         return not (self.momentum or wd or self.wd_lh)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in seven passes over the array; four without momentum."""
-        decay = self.wd_lh
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `signum`, or `sign_descent` without momentum."""
         if self.momentum:
-            (momentum,) = state
-            add_decay(grad, weight, step.wd, scratch)
-            np.multiply(momentum, self.momentum, out=momentum)
-            np.multiply(grad, 1.0 - self.momentum, out=grad)
-            np.subtract(momentum, grad, out=momentum)
-            np.sign(momentum, out=grad)
-            np.multiply(grad, step.lr, out=grad)
-        else:
-            decay += step.wd
-            np.sign(grad, out=grad)
-            np.multiply(grad, -step.lr, out=grad)
-        np.multiply(weight, 1.0 - step.lr * decay, out=out)
-        np.add(out, grad, out=out)
+            numbers = (lr, wd, self.momentum, 1.0 - self.momentum, 1.0 - lr * self.wd_lh)
+            return Equation(signum, numbers)
+        return Equation(sign_descent, (-lr, 1.0 - lr * (self.wd_lh + wd)))
+
+
+def compensated(grad, weight, previous, lr, wd, lamda):
+    """lr·(ĝ + λ·ĝ²·(w − p)), with ĝ = g + wd·w."""
+    grad = decayed(grad, weight, wd)
+    return (grad + (weight - previous) * lamda * grad * grad) * lr
+
+
+def dcasgd(grad, weight, previous, lr, wd, lamda):
+    """w ← w − lr·d;  p ← the w before."""
+    return weight - compensated(grad, weight, previous, lr, wd, lamda), weight
+
+
+def dcasgd_momentum(grad, weight, previous, momentum, lr, wd, lamda, mu):
+    """m ← μ·m − lr·d;  w ← w + m;  p ← the w before."""
+    momentum = momentum * mu - compensated(grad, weight, previous, lr, wd, lamda)
+    return weight + momentum, weight, momentum
 
 
 @register
@@ -186,18 +188,16 @@ class DCASGD(Optimizer):
         """p, which starts as the weight, and m with momentum."""
         return ("previous_weight", "momentum") if self.momentum else ("previous_weight",)
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in eight passes over the array; ten with momentum."""
-        previous = state[0]
-        add_decay(grad, weight, step.wd, scratch)
-        np.subtract(weight, previous, out=scratch)
-        np.copyto(previous, weight)
-        np.multiply(scratch, self.lamda, out=scratch)
-        np.multiply(scratch, grad, out=scratch)
-        np.multiply(scratch, grad, out=scratch)
-        np.add(grad, scratch, out=grad)
-        np.multiply(grad, step.lr, out=grad)
-        descend(weight, grad, out, state[1] if self.momentum else None, self.momentum)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `dcasgd_momentum`, or `dcasgd` without momentum."""
+        if self.momentum:
+            return Equation(dcasgd_momentum, (lr, wd, self.lamda, self.momentum))
+        return Equation(dcasgd, (lr, wd, self.lamda))
+
+
+def added(grad, weight):
+    """w ← w + g."""
+    return weight + grad
 
 
 @register
@@ -215,9 +215,9 @@ class Test(Optimizer):
         """Always True."""
         return True
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in a single pass over the array."""
-        np.add(weight, grad, out=out)
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `added`."""
+        return Equation(added, ())
 
 
 WORDS_PER_COUNT = 4
@@ -253,6 +253,11 @@ def normal_noise(seed: int, key: Hashable, count: int, start: int, length: int) 
     return np.multiply(radius, angle, out=radius)
 
 
+def sgld(grad, weight, noise, half_lr, wd):
+    """w ← w − lr/2·(g + wd·w) + noise."""
+    return weight - decayed(grad, weight, wd) * half_lr + noise
+
+
 @register
 @dataclass(kw_only=True, eq=False)
 class SGLD(Optimizer):
@@ -279,11 +284,8 @@ class SGLD(Optimizer):
     state_names = ()
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in five passes over the array, plus about ten in float64 for the noise."""
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, step.lr / 2.0, out=grad)
+        """Evaluate `sgld` with the noise of these elements."""
         noise = normal_noise(self.seed, step.extent.key, step.count, step.start, weight.size)
         np.multiply(noise, math.sqrt(step.lr), out=noise)
         np.copyto(scratch, noise, casting="same_kind")
-        np.subtract(weight, grad, out=out)
-        np.add(out, scratch, out=out)
+        evaluate(sgld, (grad, weight, scratch), (step.lr / 2.0, step.wd), (out,))

@@ -7,6 +7,7 @@ They agree with torch up to rounding; torch itself is not needed. What holds her
 * `groups` has what differs between torch's parameter groups besides rate and decay. A group is a rule of its own with
   the same states. Keys are whole numbers then, as a `Trainer`'s.
 * States have torch's names, so that they can be saved in torch's format.
+* The expressions' gradient is summed and clipped, and negated with `maximize`.
 
 Equations: `torch.optim` of torch 2.13, the single-tensor implementations. g is the gradient, −g with `maximize`, t the
 number of updates, λ `weight_decay`; ĝ = g + λ·w.
@@ -25,12 +26,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvdist.kernels.elementwise import decayed, evaluate, maximum, pull_of, pulled, sqrt
 from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.adagrad import is_above_zero
-from kvdist.optimizer.adam import corrected, moment_numbers, ratio
-from kvdist.optimizer.base import Optimizer, States, Step
+from kvdist.optimizer.adagrad import adagrad, is_above_zero
+from kvdist.optimizer.adam import adam, corrected, share, toward
+from kvdist.optimizer.base import Optimizer, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.sgd import add_decay
+from kvdist.optimizer.sgd import sgd
 from kvdist.schema import TEXT_BYTES_MAX, flag, number, text
 
 WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -94,25 +96,38 @@ class TorchRule(Optimizer):
         return False
 
     def equation(self, lr: float, wd: float, count: int) -> Equation | None:
-        """Return `compiled`; None with groups, which differ from key to key, and with `maximize`."""
-        return None if self.maximize or self.groups else self.compiled(lr, wd, count)
+        """Return `compiled`, with `maximize`; None with groups, which differ from key to key."""
+        return None if self.groups else self._signed(self.compiled(lr, wd, count))
 
     def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """Return the formula of `update` if a fused kernel exists for it; see `Optimizer.equation`."""
+        """Return the rule without groups and `maximize`; None if it needs more of `Step`; see `Optimizer.equation`."""
         return None
 
-    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Update in the passes of `update`, and another with `maximize`."""
-        rule = self.for_key(step.extent.key)
-        if rule.maximize:
-            np.negative(grad, out=grad)
-        rule.update(weight, grad, out, dict(zip(self.state_names, state, strict=True)), scratch, step)
+    def _own_formula(self, step: Step) -> Equation | None:
+        """Return `compiled` for a rule whose numbers need more of the step."""
+        return self.compiled(step.lr, step.wd, step.count)
 
-    @abstractmethod
+    def _signed(self, equation: Equation | None) -> Equation | None:
+        return equation._replace(is_negative=True) if self.maximize and equation is not None else equation
+
+    def _formula(self, step: Step) -> Equation | None:
+        """Return the rule of the key's group, which takes its own states out of those of all groups."""
+        if not self.groups:
+            return self._signed(self._own_formula(step))
+        rule, names = self.for_key(step.extent.key), self.state_names
+        equation = rule._signed(rule._own_formula(step))
+        places = tuple(names.index(name) for name in rule.own_states)
+        return None if equation is None else equation._replace(places=places)
+
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
     ) -> None:
-        """Compute `apply` with the states as a dict by name, which may include states of other groups."""
+        """Compute `apply` without `maximize`, with the states by name, which may include states of other groups."""
+        equation = self._own_formula(step)
+        if equation is None:
+            raise NotImplementedError(f"{self.name} has no equation, so it must define apply() or update()")
+        states = [state[name] for name in self.own_states]
+        evaluate(equation.expression, (grad, weight, *states), equation.numbers, (out, *states), scratch)
 
     def for_key(self, key: Hashable) -> TorchRule:
         """Return the rule of the key's group."""
@@ -244,6 +259,19 @@ def _parsed(groups: str) -> list[tuple[str, dict[str, Any]]]:
     return [(keys, numbers) for keys, numbers in found]
 
 
+def torch_sgd(grad, weight, buffer, lr, wd, mu, rest):
+    """ĝ = g + wd·w;  b ← μ·b + rest·ĝ;  w ← w − lr·b."""
+    buffer = buffer * mu + decayed(grad, weight, wd) * rest
+    return weight - buffer * lr, buffer
+
+
+def torch_sgd_nesterov(grad, weight, buffer, lr, wd, mu, rest):
+    """ĝ = g + wd·w;  b ← μ·b + rest·ĝ;  w ← w − lr·(ĝ + μ·b)."""
+    grad = decayed(grad, weight, wd)
+    buffer = buffer * mu + grad * rest
+    return weight - (grad + buffer * mu) * lr, buffer
+
+
 @register
 @dataclass(kw_only=True, eq=False)
 class TorchSGD(TorchRule):
@@ -284,66 +312,35 @@ class TorchSGD(TorchRule):
         return not (self.momentum or wd)
 
     def compiled(self, lr: float, wd: float, count: int) -> Equation:
-        """Without momentum that of `SGD`."""
+        """Return `torch_sgd` or `torch_sgd_nesterov`; without momentum the rule of `SGD`."""
         if not self.momentum:
-            return Equation("sgd", (lr, wd))
-        return Equation("torch_sgd", (lr, wd, self.momentum, self._rest(count), float(self.nesterov)))
-
-    def _rest(self, count: int) -> float:
-        """1 − dampening; 1 at first, as b = ĝ then."""
-        return 1.0 if count == 1 else 1.0 - self.dampening
-
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Two passes; five with momentum, and two more with nesterov."""
-        add_decay(grad, weight, step.wd, scratch)
-        if self.momentum:
-            self._follow(grad, state["momentum_buffer"], scratch, self._rest(step.count))
-        np.multiply(grad, step.lr, out=grad)
-        np.subtract(weight, grad, out=out)
-
-    def _follow(self, grad: Array, buffer: Array, scratch: Array, rest: float) -> None:
-        """Replace the gradient by what is to be stepped along."""
-        np.multiply(grad, rest, out=scratch)
-        np.multiply(buffer, self.momentum, out=buffer)
-        np.add(buffer, scratch, out=buffer)
-        if self.nesterov:
-            np.multiply(buffer, self.momentum, out=scratch)
-            np.add(grad, scratch, out=grad)
-        else:
-            np.copyto(grad, buffer)
+            return Equation(sgd, (lr, wd))
+        rest = 1.0 if count == 1 else 1.0 - self.dampening  # b = ĝ at first
+        return Equation(torch_sgd_nesterov if self.nesterov else torch_sgd, (lr, wd, self.momentum, rest))
 
 
-def _pull(weight: float) -> float:
-    """How far `_lerp` moves the mean to the value; from 0.5 on, negative, how far it stays behind the value."""
-    return weight if weight < 0.5 else weight - 1.0
+def second_moment(variance, grad, beta, rest):
+    """β·v + (1 − β)·g², with rest = 1 − β, multiplied in torch's order."""
+    return variance * beta + grad * rest * grad
 
 
-def _lerp(mean: Array, value: Array, weight: float, scratch: Array) -> None:
-    """mean ← mean + weight·(value − mean), from the nearer end, as torch's ``lerp_``. Three passes."""
-    np.subtract(value, mean, out=scratch)
-    np.multiply(scratch, _pull(weight), out=scratch)
-    np.add(mean if weight < 0.5 else value, scratch, out=mean)
+def torch_adamw(grad, weight, mean, variance, rate, kept, beta1, rest1, beta2, rest2, epsilon):
+    """`adam` without weight decay, from kept·w, with kept = 1 − lr·λ."""
+    mean, variance = toward(mean, grad, beta1, rest1), toward(variance, grad * grad, beta2, rest2)
+    return weight * kept - mean / (sqrt(variance) + epsilon) * rate, mean, variance
 
 
-def _second_moment(variance: Array, decay: float, grad: Array, scratch: Array) -> None:
-    """v ← β·v + (1 − β)·g². Four passes."""
-    np.multiply(grad, 1.0 - decay, out=scratch)
-    np.multiply(scratch, grad, out=scratch)
-    np.multiply(variance, decay, out=variance)
-    np.add(variance, scratch, out=variance)
+def torch_amsgrad(grad, weight, mean, variance, largest, rate, wd, kept, beta1, rest1, beta2, rest2, epsilon):
+    """ĝ, m and v as of `adam`;  x ← max(x, v);  w ← kept·w − rate·m/(√x + ε). Either wd is 0, or kept is 1."""
+    grad = decayed(grad, weight, wd)
+    mean, variance = toward(mean, grad, beta1, rest1), toward(variance, grad * grad, beta2, rest2)
+    largest = maximum(largest, variance)
+    return weight * kept - mean / (sqrt(largest) + epsilon) * rate, mean, variance, largest
 
 
-def _decayed(weight: Array, grad: Array, out: Array, scratch: Array, step: Step, decoupled: bool) -> Array:
-    """The weight from which the step is taken; without `decoupled` the decay is in the gradient. At most two passes.
-
-    The factor 1 − lr·λ is rounded to the weight's type before, as in torch, which shows after some steps.
-    """
-    if not decoupled:
-        add_decay(grad, weight, step.wd, scratch)
-        return weight
-    return np.multiply(weight, 1.0 - step.lr * step.wd, out=out) if step.wd else weight
+def decay_of(lr: float, wd: float, decoupled: bool) -> tuple[float, float]:
+    """wd for the gradient, and the factor of the weight: 1 − lr·λ is rounded to the weight's type, as in torch."""
+    return (0.0, 1.0 - lr * wd) if decoupled else (wd, 1.0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -368,36 +365,18 @@ class _TorchAdam(TorchRule):
         """Three with amsgrad."""
         return self.all_states if self.amsgrad else self.all_states[:2]
 
-    def _numbers(self, lr: float, count: int) -> tuple[float, ...]:
-        """η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ), and the moments' numbers, with ε·√(1 − β2ᵗ) for ε.
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `adam`, `torch_adamw` or `torch_amsgrad`.
 
-        With these the equation of `kvdist.optimizer.Adam` is torch's.
+        With η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ) for the rate, and ε·√(1 − β2ᵗ) for ε, the expression of
+        `kvdist.optimizer.Adam` is torch's.
         """
-        epsilon = self.eps * math.sqrt(1.0 - self.beta2**count)
-        return corrected(lr, self.beta1, self.beta2, count), *moment_numbers(self.beta1, self.beta2, epsilon)
-
-    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """That of `kvdist.optimizer.Adam`, or one with a decoupled decay; None with amsgrad, a third state."""
-        rate, *numbers = self._numbers(lr, count)
-        name, decay = ("torch_adamw", 1.0 - lr * wd) if self.decoupled else ("adam", wd)
-        return None if self.amsgrad else Equation(name, (rate, decay, *numbers))
-
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Twelve passes, and one for a decoupled decay; four more with amsgrad."""
-        base = _decayed(weight, grad, out, scratch, step, self.decoupled)
-        rate, *numbers = self._numbers(step.lr, step.count)
-        mean, variance = state["exp_avg"], state["exp_avg_sq"]
-        ratio(grad, (mean, variance), scratch, numbers)
+        rate = corrected(lr, self.beta1, self.beta2, count)
+        moments = (*share(self.beta1), *share(self.beta2), self.eps * math.sqrt(1.0 - self.beta2**count))
+        decay, kept = decay_of(lr, wd, self.decoupled)
         if self.amsgrad:
-            largest = state["max_exp_avg_sq"]
-            np.maximum(largest, variance, out=largest)
-            np.sqrt(largest, out=scratch)
-            np.add(scratch, numbers[-1], out=scratch)
-            np.divide(mean, scratch, out=scratch)
-        np.multiply(scratch, rate, out=scratch)
-        np.subtract(base, scratch, out=out)
+            return Equation(torch_amsgrad, (rate, decay, kept, *moments))
+        return Equation(torch_adamw, (rate, kept, *moments)) if self.decoupled else Equation(adam, (rate, wd, *moments))
 
 
 @register
@@ -445,6 +424,13 @@ class TorchAdamW(_TorchAdam):
         return True
 
 
+def torch_adamax(grad, weight, mean, largest, rate, wd, pull, from_mean, beta2, epsilon):
+    """ĝ = g + wd·w;  m ← m + (1 − β1)·(ĝ − m);  u ← max(β2·u, |ĝ| + ε);  w ← w − rate·m/u."""
+    grad = decayed(grad, weight, wd)
+    mean, largest = pulled(mean, grad, pull, from_mean), maximum(largest * beta2, abs(grad) + epsilon)
+    return weight - mean / largest * rate, mean, largest
+
+
 @register
 @dataclass(kw_only=True, eq=False)
 class TorchAdamax(TorchRule):
@@ -464,24 +450,19 @@ class TorchAdamax(TorchRule):
     eps: float = number(1e-8, at_least=0)
 
     def compiled(self, lr: float, wd: float, count: int) -> Equation:
-        """As `update`."""
+        """Return `torch_adamax` with the bias-corrected rate."""
         rate = lr / (1.0 - self.beta1**count)
-        return Equation("torch_adamax", (rate, wd, _pull(1.0 - self.beta1), self.beta2, self.eps))
+        return Equation(torch_adamax, (rate, wd, *pull_of(1.0 - self.beta1), self.beta2, self.eps))
 
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Ten passes."""
-        mean, largest = state["exp_avg"], state["exp_inf"]
-        add_decay(grad, weight, step.wd, scratch)
-        _lerp(mean, grad, 1.0 - self.beta1, scratch)
-        np.abs(grad, out=grad)
-        np.add(grad, self.eps, out=grad)
-        np.multiply(largest, self.beta2, out=largest)
-        np.maximum(largest, grad, out=largest)
-        np.divide(mean, largest, out=scratch)
-        np.multiply(scratch, step.lr / (1.0 - self.beta1**step.count), out=scratch)
-        np.subtract(weight, scratch, out=out)
+
+def torch_nadam(
+    grad, weight, mean, variance, wd, kept, pull, from_mean, beta2, rest2, of_variance, epsilon, of_grad, of_mean
+):
+    """w ← kept·w − of_grad·ĝ/s − of_mean·m/s, with s = √(of_variance·v) + ε. Either wd is 0, or kept is 1."""
+    grad = decayed(grad, weight, wd)
+    mean, variance = pulled(mean, grad, pull, from_mean), second_moment(variance, grad, beta2, rest2)
+    root = sqrt(variance * of_variance) + epsilon
+    return weight * kept - grad * of_grad / root - mean * of_mean / root, mean, variance
 
 
 @register
@@ -516,25 +497,28 @@ class TorchNAdam(TorchRule):
         """P ← P·μᵗ, in float32 as torch keeps it."""
         return (float(np.float32(scalars[0]) * np.float32(self._mu(count))),)
 
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Eighteen passes."""
-        mean, variance = state["exp_avg"], state["exp_avg_sq"]
+    def _own_formula(self, step: Step) -> Equation:
+        """Return `torch_nadam` with the factors that follow from P."""
         now, following, product = self._mu(step.count), self._mu(step.count + 1), step.scalars[0]
-        base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
-        _lerp(mean, grad, 1.0 - self.beta1, scratch)
-        _second_moment(variance, self.beta2, grad, scratch)
-        np.multiply(variance, 1.0 / (1.0 - self.beta2**step.count), out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.add(scratch, self.eps, out=scratch)
-        # Two subtractions, each rounded, as in torch.
-        np.multiply(grad, step.lr * (1.0 - now) / (1.0 - product), out=grad)
-        np.divide(grad, scratch, out=grad)
-        np.subtract(base, grad, out=out)
-        np.multiply(mean, step.lr * following / (1.0 - product * following), out=grad)
-        np.divide(grad, scratch, out=grad)
-        np.subtract(out, grad, out=out)
+        decay = decay_of(step.lr, step.wd, self.decoupled_weight_decay)
+        moments = (*pull_of(1.0 - self.beta1), *share(self.beta2), 1.0 / (1.0 - self.beta2**step.count))
+        of_grad = step.lr * (1.0 - now) / (1.0 - product)
+        of_mean = step.lr * following / (1.0 - product * following)
+        return Equation(torch_nadam, (*decay, *moments, self.eps, of_grad, of_mean))
+
+
+def torch_radam(grad, weight, mean, variance, rate, wd, kept, pull, from_mean, beta2, rest2, epsilon):
+    """w ← kept·w − rate·m/(√v + ε). Either wd is 0, or kept is 1."""
+    grad = decayed(grad, weight, wd)
+    mean, variance = pulled(mean, grad, pull, from_mean), second_moment(variance, grad, beta2, rest2)
+    return weight * kept - mean / (sqrt(variance) + epsilon) * rate, mean, variance
+
+
+def torch_radam_at_first(grad, weight, mean, variance, rate, wd, kept, pull, from_mean, beta2, rest2):
+    """w ← kept·w − rate·m, while the variance is not used."""
+    grad = decayed(grad, weight, wd)
+    mean, variance = pulled(mean, grad, pull, from_mean), second_moment(variance, grad, beta2, rest2)
+    return weight * kept - mean * rate, mean, variance
 
 
 @register
@@ -570,33 +554,45 @@ class TorchRAdam(TorchRule):
         share = (length - 4.0) * (length - 2.0) * longest / ((longest - 4.0) * (longest - 2.0) * length)
         return math.sqrt(share * (1.0 - power))
 
-    def _rate(self, lr: float, count: int) -> tuple[float, bool]:
-        """The factor of the step, and whether that is divided by √v + ε."""
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
+        """Return `torch_radam`, or `torch_radam_at_first`."""
         rate, rectified = lr / (1.0 - self.beta1**count), self._rectified(count)
-        return rate * rectified if rectified else rate, bool(rectified)
+        numbers = *decay_of(lr, wd, self.decoupled_weight_decay), *pull_of(1.0 - self.beta1), *share(self.beta2)
+        if rectified:
+            return Equation(torch_radam, (rate * rectified, *numbers, self.eps))
+        return Equation(torch_radam_at_first, (rate, *numbers))
 
-    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """None for a decoupled decay with decay."""
-        rate, rectifies = self._rate(lr, count)
-        moments = _pull(1.0 - self.beta1), self.beta2, 1.0 - self.beta2, self.eps
-        is_decoupled = wd and self.decoupled_weight_decay
-        return None if is_decoupled else Equation("torch_radam", (rate, wd, *moments, float(rectifies)))
 
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Twelve passes."""
-        mean, variance = state["exp_avg"], state["exp_avg_sq"]
-        base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
-        _lerp(mean, grad, 1.0 - self.beta1, scratch)
-        _second_moment(variance, self.beta2, grad, scratch)
-        rate, rectifies = self._rate(step.lr, step.count)
-        if rectifies:
-            np.sqrt(variance, out=scratch)
-            np.add(scratch, self.eps, out=scratch)
-            np.divide(mean, scratch, out=scratch)
-        np.multiply(scratch if rectifies else mean, rate, out=scratch)
-        np.subtract(base, scratch, out=out)
+def torch_rmsprop(grad, weight, squares, lr, wd, alpha, rest, epsilon):
+    """ĝ = g + wd·w;  v ← α·v + (1 − α)·ĝ²;  w ← w − lr·ĝ/(√v + ε)."""
+    grad = decayed(grad, weight, wd)
+    squares = second_moment(squares, grad, alpha, rest)
+    return weight - grad * lr / (sqrt(squares) + epsilon), squares
+
+
+def torch_rmsprop_momentum(grad, weight, squares, buffer, lr, wd, alpha, rest, epsilon, mu):
+    """ĝ and v as of `torch_rmsprop`;  b ← μ·b + ĝ/(√v + ε);  w ← w − lr·b."""
+    grad = decayed(grad, weight, wd)
+    squares = second_moment(squares, grad, alpha, rest)
+    buffer = buffer * mu + grad / (sqrt(squares) + epsilon)
+    return weight - buffer * lr, squares, buffer
+
+
+def torch_rmsprop_centered(grad, weight, squares, mean, lr, wd, alpha, rest, epsilon, pull, from_mean):
+    """ĝ and v as of `torch_rmsprop`;  q ← q + (1 − α)·(ĝ − q);  w ← w − lr·ĝ/(√(v − q²) + ε)."""
+    grad = decayed(grad, weight, wd)
+    squares, mean = second_moment(squares, grad, alpha, rest), pulled(mean, grad, pull, from_mean)
+    return weight - grad * lr / (sqrt(squares - mean * mean) + epsilon), squares, mean
+
+
+def torch_rmsprop_centered_momentum(
+    grad, weight, squares, buffer, mean, lr, wd, alpha, rest, epsilon, pull, from_mean, mu
+):
+    """ĝ, v and q as of `torch_rmsprop_centered`;  b ← μ·b + ĝ/(√(v − q²) + ε);  w ← w − lr·b."""
+    grad = decayed(grad, weight, wd)
+    squares, mean = second_moment(squares, grad, alpha, rest), pulled(mean, grad, pull, from_mean)
+    buffer = buffer * mu + grad / (sqrt(squares - mean * mean) + epsilon)
+    return weight - buffer * lr, squares, buffer, mean
 
 
 @register
@@ -631,39 +627,19 @@ class TorchRMSprop(TorchRule):
             *(("grad_avg",) if self.centered else ()),
         )
 
-    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """Two rules: one with momentum; None if centered."""
-        if self.centered:
-            return None
-        name = "torch_rmsprop_momentum" if self.momentum else "torch_rmsprop"
-        return Equation(name, (lr, wd, self.alpha, 1.0 - self.alpha, self.eps, self.momentum))
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
+        """Return one of the four expressions above."""
+        numbers: tuple[float, ...] = (lr, wd, *share(self.alpha), self.eps)
+        momentum = (self.momentum,) if self.momentum else ()
+        if not self.centered:
+            return Equation(torch_rmsprop_momentum if momentum else torch_rmsprop, (*numbers, *momentum))
+        numbers = (*numbers, *pull_of(1.0 - self.alpha), *momentum)
+        return Equation(torch_rmsprop_centered_momentum if momentum else torch_rmsprop_centered, numbers)
 
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Ten passes, fifteen centered, and two with momentum."""
-        squares = state["square_avg"]
-        add_decay(grad, weight, step.wd, scratch)
-        _second_moment(squares, self.alpha, grad, scratch)
-        if self.centered:
-            mean = state["grad_avg"]
-            _lerp(mean, grad, 1.0 - self.alpha, scratch)
-            np.multiply(mean, mean, out=scratch)
-            np.subtract(squares, scratch, out=scratch)
-            np.sqrt(scratch, out=scratch)
-        else:
-            np.sqrt(squares, out=scratch)
-        np.add(scratch, self.eps, out=scratch)
-        if self.momentum:
-            buffer = state["momentum_buffer"]
-            np.divide(grad, scratch, out=grad)
-            np.multiply(buffer, self.momentum, out=buffer)
-            np.add(buffer, grad, out=buffer)
-            np.multiply(buffer, step.lr, out=grad)
-        else:
-            np.multiply(grad, step.lr, out=grad)
-            np.divide(grad, scratch, out=grad)
-        np.subtract(weight, grad, out=out)
+
+def torch_adagrad_at_first(grad, weight, history, lr, wd, epsilon, initial):
+    """`adagrad` from a history of zeros that counts as the initial value."""
+    return adagrad(grad, weight, history + initial, lr, wd, epsilon)
 
 
 @register
@@ -689,34 +665,24 @@ class TorchAdagrad(TorchRule):
         if self.lazy_update and self.initial_accumulator_value:
             raise ValueError("initial_accumulator_value needs lazy_update=False: each row begins at another update")
 
-    def _rate(self, lr: float, count: int) -> float:
-        return lr / (1.0 + (count - 1) * self.lr_decay)
-
     def rests_alone(self, wd: float) -> bool:
         """Without decay, if ε keeps a row that never had a gradient from 0/0, and all rows begin with zeros."""
         return not (wd or self.initial_accumulator_value) and is_above_zero(self.eps)
 
-    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """That of `AdaGrad`, once h has its first value."""
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
+        """Return the rule of `AdaGrad`, or `torch_adagrad_at_first`."""
+        numbers = lr / (1.0 + (count - 1) * self.lr_decay), wd, self.eps
         if self.initial_accumulator_value and count == 1:
-            return None
-        return Equation("adagrad", (self._rate(lr, count), wd, self.eps))
+            return Equation(torch_adagrad_at_first, (*numbers, self.initial_accumulator_value))
+        return Equation(adagrad, numbers)
 
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Seven passes."""
-        history = state["sum"]
-        if step.count == 1 and self.initial_accumulator_value:
-            history[...] = self.initial_accumulator_value
-        add_decay(grad, weight, step.wd, scratch)
-        np.multiply(grad, grad, out=scratch)
-        np.add(history, scratch, out=history)
-        np.sqrt(history, out=scratch)
-        np.add(scratch, self.eps, out=scratch)
-        np.divide(grad, scratch, out=grad)
-        np.multiply(grad, self._rate(step.lr, step.count), out=grad)
-        np.subtract(weight, grad, out=out)
+
+def torch_adadelta(grad, weight, squares, deltas, lr, wd, rho, rest, epsilon):
+    """ĝ = g + wd·w;  a ← ρ·a + (1 − ρ)·ĝ²;  Δ = ĝ/√(a + ε)·√(b + ε);  b ← ρ·b + (1 − ρ)·Δ²;  w ← w − lr·Δ."""
+    grad = decayed(grad, weight, wd)
+    squares = second_moment(squares, grad, rho, rest)
+    step = grad / sqrt(squares + epsilon) * sqrt(deltas + epsilon)
+    return weight - step * lr, squares, second_moment(deltas, step, rho, rest)
 
 
 @register
@@ -737,25 +703,8 @@ class TorchAdadelta(TorchRule):
     eps: float = number(1e-6, at_least=0)
 
     def compiled(self, lr: float, wd: float, count: int) -> Equation:
-        """As `update`."""
-        return Equation("torch_adadelta", (lr, wd, self.rho, 1.0 - self.rho, self.eps))
-
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Seventeen passes."""
-        squares, deltas = state["square_avg"], state["acc_delta"]
-        add_decay(grad, weight, step.wd, scratch)
-        _second_moment(squares, self.rho, grad, scratch)
-        np.add(squares, self.eps, out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.divide(grad, scratch, out=grad)
-        np.add(deltas, self.eps, out=scratch)
-        np.sqrt(scratch, out=scratch)
-        np.multiply(grad, scratch, out=grad)
-        _second_moment(deltas, self.rho, grad, scratch)
-        np.multiply(grad, step.lr, out=grad)
-        np.subtract(weight, grad, out=out)
+        """Return `torch_adadelta`."""
+        return Equation(torch_adadelta, (lr, wd, *share(self.rho), self.eps))
 
 
 TORCH_RULES: tuple[type[TorchRule], ...] = (

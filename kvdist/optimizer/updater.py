@@ -1,13 +1,14 @@
 """Runs an optimizer on many arrays and keeps their states: on a server for slices, in a local store for whole keys.
 
 The rule is run chunk by chunk: a chunk's gradient, weight and states stay in the processor's cache for all passes of
-the rule, so that memory is read once and written once however many passes there are. From memory a float32 update
-thus reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes
-max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and those counted at each rule. Halves add
-one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and two to
-compare, because the master follows a weight that was changed otherwise. A backend that has the rule in one piece
-does all of it in one pass, with the same bits. An average of the weights is moved behind the update, while the new
-weight is in the cache: that reads the weight, and reads and writes the average; in one pass by such a backend.
+the rule, so that memory is read once and written once however many passes there are. From memory a float32 update thus
+reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes
+max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and one for each operation of the rule.
+Halves add one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and
+two to compare, because the master follows a weight that was changed otherwise. A backend that has compiled the rule
+does all of it in one pass, with the same bits; of halves, what is done in float32. An average of the weights is moved
+behind the update, while the new weight is in the cache: that reads the weight, and reads and writes the average; in
+one pass by such a backend.
 
 A rule with norms reads everything once more for each of its turns: first all pieces of the parameter are measured,
 then all are updated. Squares are summed in float64, so how a parameter is cut shows in the last bits at most.
@@ -30,7 +31,8 @@ from kvdist.dtypes import DType, from_name
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
-from kvdist.optimizer.base import Extent, Optimizer, Piece, Step
+from kvdist.optimizer.base import Extent, Optimizer, Piece, States, Step, apply_equation, formula_of
+from kvdist.optimizer.sgd import sgd
 from kvdist.optimizer.states import Part, SliceState, joined, state_size
 
 
@@ -317,7 +319,7 @@ class Updater:
 
     def _apply(self, update: _PieceUpdate, dtype: DType) -> None:
         """Update a piece; its state counts from now on."""
-        if not self._update_fused(update, dtype):
+        if update.piece.weight.size and not self._update_fused(update, dtype):  # without elements there are no norms
             self._update_chunks(update, dtype)
         state, step = update.state, update.step
         half_life = self.optimizer.average_half_life
@@ -331,15 +333,15 @@ class Updater:
     def _update_fused(self, update: _PieceUpdate, dtype: DType) -> bool:
         """Let the backend do all in one pass, if it can."""
         piece, state, step = update.piece, update.state, update.step
-        equation = self.optimizer.equation(step.lr, step.wd, step.count)
+        equation = formula_of(self.optimizer, step)
         return equation is not None and self._kernels.fused_update(
             equation,
             piece.weight,
             piece.contributions,
             piece.scales,
-            self.optimizer.clip_gradient,
+            summed_clip(self.optimizer),
             piece.out,
-            self._of_rule(state.arrays),
+            equation.chosen(self._of_rule(state.arrays)),
             dtype,
             state.master,
         )
@@ -349,7 +351,7 @@ class Updater:
 
         To a backend that is a step of sgd, with the difference for a gradient.
         """
-        equation, wide = Equation("sgd", (pull, 0.0)), DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
+        equation, wide = Equation(sgd, (pull, 0.0)), DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
         fused, is_narrow = self._kernels.fused_update, weight.dtype != average.dtype
         if not is_narrow and fused(equation, average, [average, weight], (1.0, -1.0), None, average, (), wide):
             return
@@ -384,15 +386,23 @@ class Updater:
 
     def _update_chunks(self, update: _PieceUpdate, dtype: DType) -> None:
         """Update a piece chunk by chunk."""
-        apply = self.optimizer.apply
+        rule = self.optimizer
+        equation = None if type(rule).apply is not Optimizer.apply else formula_of(rule, update.step)
         # A model that diverges shows inf and NaN, not warnings of its server.
         with self._kernels.active(), np.errstate(all="ignore"):
             for weight, grad, out, arrays, scratch, step in self._chunks(update, dtype):
-                if weight.dtype == out.dtype:
-                    apply(weight, grad, out, self._of_rule(arrays), scratch, step)
-                else:
-                    apply(weight, grad, weight, self._of_rule(arrays), scratch, step)
+                states, target = self._of_rule(arrays), out if weight.dtype == out.dtype else weight
+                if equation is None:
+                    rule.apply(weight, grad, target, states, scratch, step)
+                elif target is out or not self._fused_chunk(equation, weight, grad, target, states):
+                    apply_equation(equation, weight, grad, target, states, scratch)
+                if target is not out:
                     self._kernels.from_float32(weight, dtype, out)
+
+    def _fused_chunk(self, equation: Equation, weight: Array, grad: Array, out: Array, states: States) -> bool:
+        """Let the backend update a chunk of halves, widened and with its gradient summed, in one pass if it can."""
+        chosen = equation.chosen(states)
+        return self._kernels.fused_update(equation, weight, [grad], (1.0,), None, out, chosen, DType.FLOAT32)
 
     def _of_rule(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         """Those of the arrays of a state which the rule knows."""
@@ -426,8 +436,8 @@ class Updater:
 
     def _gradient(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, grad: Array) -> Array:
         self._kernels.weighted_sum(contributions, scales, dtype, grad)
-        clip = self.optimizer.clip_gradient
-        if clip is not None and not self.optimizer.clips_itself:
+        clip = summed_clip(self.optimizer)
+        if clip is not None:
             grad.clip(-clip, clip, out=grad)
         return grad
 
@@ -446,6 +456,11 @@ class Updater:
         if changed.any():
             np.copyto(own, wide, where=changed)
         return own
+
+
+def summed_clip(optimizer: Optimizer) -> float | None:
+    """Limit of the elements of the summed gradient before the rule; None for no clipping, or if the rule clips."""
+    return None if optimizer.clips_itself else optimizer.clip_gradient
 
 
 def check_arrays(piece: Piece, dtype: DType) -> None:

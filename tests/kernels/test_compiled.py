@@ -11,7 +11,8 @@ from kvdist.dtypes import DType
 from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer import Updater, create
+from kvdist.optimizer import Extent, Step, Updater, create, registry
+from kvdist.optimizer.base import formula_of
 from tests.cases import each, pairs
 
 pytest.importorskip("numba")
@@ -19,6 +20,7 @@ pytest.importorskip("numba")
 SIZES = [0, 1, 3, 17, 1001, CHUNK_ELEMENTS + 5]
 COUNTS = [0, 1, 2, 3, 4, 5, 9]
 FLOATS = {DType.FLOAT32: np.uint32, DType.FLOAT64: np.uint64}
+HALVES = [DType.FLOAT16, DType.BFLOAT16]
 RULES = {
     "sgd": ("sgd", {}),
     "momentum": ("sgd", {"momentum": 0.9}),
@@ -27,17 +29,40 @@ RULES = {
     "adam": ("adam", {}),
     "adamw": ("adamw", {}),
     "adamw without correction": ("adamw", {"correct_bias": False}),
+    "adabelief": ("adabelief", {}),
+    "adamax": ("adamax", {}),
+    "nadam": ("nadam", {}),
     "adagrad": ("adagrad", {}),
+    "adadelta": ("adadelta", {}),
+    "rmsprop": ("rmsprop", {"clip_weights": 0.7}),
+    "rmsprop centered": ("rmsprop", {"centered": True}),
+    "ftrl": ("ftrl", {}),
+    "ftml": ("ftml", {}),
+    "signum": ("signum", {"wd_lh": 0.1}),
+    "signum without momentum": ("signum", {"momentum": 0.0}),
+    "dcasgd": ("dcasgd", {}),
+    "dcasgd with momentum": ("dcasgd", {"momentum": 0.9}),
+    "test": ("test", {}),
+    "lars": ("lars", {}),
+    "lars with momentum": ("lars", {"momentum": 0.9}),
+    "lamb": ("lamb", {}),
+    "lans": ("lans", {}),
     "torch.sgd": ("torch.sgd", {"momentum": 0.9, "dampening": 0.3}),
     "torch.sgd with nesterov": ("torch.sgd", {"momentum": 0.9, "nesterov": True}),
     "torch.adam": ("torch.adam", {}),
+    "torch.adam with amsgrad": ("torch.adam", {"amsgrad": True}),
+    "torch.adam, maximised": ("torch.adam", {"maximize": True}),
     "torch.adamw": ("torch.adamw", {}),
+    "torch.nadam": ("torch.nadam", {}),
     "torch.adamax": ("torch.adamax", {}),
     "torch.adamax with small betas": ("torch.adamax", {"betas": (0.4, 0.5)}),
     "torch.radam": ("torch.radam", {"betas": (0.3, 0.99)}),
     "torch.rmsprop": ("torch.rmsprop", {}),
     "torch.rmsprop with momentum": ("torch.rmsprop", {"momentum": 0.9}),
+    "torch.rmsprop centered": ("torch.rmsprop", {"centered": True}),
+    "torch.rmsprop centered with momentum": ("torch.rmsprop", {"centered": True, "momentum": 0.9}),
     "torch.adagrad": ("torch.adagrad", {"lr_decay": 0.1}),
+    "torch.adagrad from an initial value": ("torch.adagrad", {"initial_accumulator_value": 0.5}),
     "torch.adadelta": ("torch.adadelta", {}),
 }
 
@@ -178,14 +203,77 @@ def test_a_wrong_argument_is_refused_before_anything_is_written(numba):
     assert (out == 5).all()
 
 
+WITHOUT_A_KERNEL = {"groupadagrad", "sgld"}
+"""Their histories of rows, and their noise, are arrays that NumPy computes for each chunk."""
+
+
+def equation_of(optimizer, wd, count):
+    """The equation of an update, with norms and scalars for the rules that need them."""
+    scalars = optimizer.advance(tuple(optimizer.initial_scalars.values()), count)
+    step = Step(0.1, wd, count, Extent("w", (1, 5)), 0, scalars, (2.0, 3.0, 0.5, 4.0)[: 2 * optimizer.norm_count])
+    return formula_of(optimizer, step)
+
+
 @each("rule", RULES)
 def test_a_rule_of_this_package_is_taken_up_by_the_compiled_kernels(numba, rule):
     name, numbers = RULES[rule]
     optimizer = create(name, **numbers)
-    weight, states = np.ones(5, np.float32), [np.zeros(5, np.float32) for _ in optimizer.state_names]
-    equation = optimizer.equation(0.1, 0.0, 1)
+    weight, states = np.ones(5, np.float32), [np.full(5, 0.5, np.float32) for _ in optimizer.state_names]
+    equation = equation_of(optimizer, 0.0, 1)
     assert numba.fused_update(equation, weight, [np.ones(5, np.float32)], [1.0], None, weight, states, DType.FLOAT32)
-    assert (weight < 1).all()
+    assert (weight != 1).all()
+
+
+def test_every_rule_is_compiled_but_for_those_that_are_known_not_to_be():
+    ours = {name for name, cls in registry._BY_NAME.items() if cls.__module__.startswith("kvdist.optimizer.")}
+    assert {name for name, _ in RULES.values()} | WITHOUT_A_KERNEL == ours
+
+
+GROUPS = '[["1",{"amsgrad":true}],["2",{"maximize":true,"beta1":0.4}]]'
+
+
+@each("key, count, dtype", pairs([0, 1, 2], [1, 3, 6], [*FLOATS, *HALVES]))
+def test_groups_of_keys_have_the_bits_of_the_reference(numba, key, count, dtype):
+    updaters = [Updater(create("torch.adam", groups=GROUPS, clip_gradient=0.5), one) for one in (numba, REFERENCE)]
+    weights = [stored(1001, 99, dtype) for _ in updaters]
+    for step in range(3):
+        grads = [stored(1001, 10 * step + i, dtype) for i in range(count)]
+        for updater, weight in zip(updaters, weights, strict=True):
+            updater.update(key, weight, grads, scales_of("unequal", count), dtype, weight)
+    for ours, theirs in zip(*([w, *u.states[key].arrays] for u, w in zip(updaters, weights, strict=True)), strict=True):
+        assert_same_values(ours, theirs, dtype)
+
+
+def stored(size, seed, dtype):
+    """`values` of any floating type."""
+    if dtype in FLOATS:
+        return values(size, seed, dtype).copy()
+    return REFERENCE.from_float32(values(size, seed), dtype)
+
+
+def assert_same_values(actual, expected, dtype):
+    """Equal in every bit, of halves too; NaN equals NaN."""
+    if actual.dtype == np.uint16:
+        actual, expected = (REFERENCE.to_float32(one, dtype) for one in (actual, expected))
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    actual, expected = np.where(both_nan, 0, actual), np.where(both_nan, 0, expected)
+    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
+
+
+@each("rule, dtype, master", pairs(RULES, HALVES, [False, True]))
+def test_halves_have_the_bits_of_the_reference(numba, rule, dtype, master):
+    name, numbers = RULES[rule]
+    finals = []
+    for kernels in (numba, REFERENCE):
+        updater = Updater(create(name, multi_precision=master, clip_gradient=0.5, **numbers), kernels)
+        weight = stored(1001, 99, dtype)
+        for step in range(3):
+            grads = [stored(1001, 10 * step + i, dtype) for i in range(2)]
+            updater.update("w", weight, grads, [0.5, 1.0], dtype, weight, 0.1, 0.01)
+        state = updater.states["w"]
+        finals.append([weight, *state.arrays, *([state.master] if master else [])])
+    for ours, theirs in zip(*finals, strict=True):
+        assert_same_values(ours, theirs, dtype)
 
 
 @each(
@@ -203,7 +291,7 @@ def test_rows_that_lie_anywhere_are_updated_as_if_they_were_an_array(numba, rule
     arrays = [
         np.abs(values(90 * width, 70 + i, dtype)).reshape(90, width) for i in range(1 + len(optimizer.state_names))
     ]
-    equation = optimizer.equation(0.1, 0.01, 6)
+    equation = equation_of(optimizer, 0.01, 6)
     expected = [array.copy() for array in arrays]
     weight, *states = [array[slots].reshape(-1) for array in expected]
     spread = np.zeros((count, 40, width), dtype.storage)

@@ -15,8 +15,10 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import Loader, choose
+from kvdist.kernels.interface import Equation
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
+from kvdist.optimizer.sgd import sgd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150
@@ -169,6 +171,48 @@ def test_going_over_in_the_middle_gives_the_weights_of_never_going_over(name):
     np.testing.assert_array_equal(*weights)
 
 
+def test_a_rule_is_compiled_when_it_is_first_used():
+    pytest.importorskip("numba")
+    from kvdist.kernels import numba_cpu
+
+    built = []
+
+    def build(name):
+        built.append(str(name))
+        return numba_cpu.build(name)
+
+    kernels = choose("numba", Loader(lambda: (numba_cpu.VERSION, build)))
+    weight, grad = np.ones(5, np.float32), np.ones(5, np.float32)
+    assert built == []
+    for name, so_far in (
+        ("adam", ["adam_float32"]),
+        ("adam", ["adam_float32"]),
+        ("nag", ["adam_float32", "nag_float32"]),
+    ):
+        Updater(create(name), kernels).update("w", weight, [grad], [1.0], DType.FLOAT32, weight)
+        assert built == so_far
+
+
+def test_an_expression_that_cannot_be_compiled_is_evaluated_and_others_are_compiled(caplog):
+    pytest.importorskip("numba")
+    from kvdist.kernels import numba_cpu
+
+    def unheard_of(grad, weight, lr):
+        return weight - np.asarray(memoryview(grad)) * lr
+
+    kernels = choose("numba", Loader(lambda: (numba_cpu.VERSION, numba_cpu.build)))
+    weight, grad = np.ones(5, np.float32), np.ones(5, np.float32)
+    for _ in range(2):
+        equation = Equation(unheard_of, (0.5,))
+        assert not kernels.fused_update(equation, weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
+    assert (weight == 1).all()
+    assert [record.getMessage()[:57] for record in caplog.records if record.levelno == logging.WARNING] == [
+        "numba cannot compile unheard_of_float32, which NumPy compu"[:57]
+    ]
+    assert kernels.fused_update(Equation(sgd, (0.5, 0.0)), weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
+    assert (weight == 0.5).all()
+
+
 # In processes of their own: what an interpreter does at its ends, and with other caches.
 
 SUM = """
@@ -219,3 +263,43 @@ def test_a_cache_is_written_but_may_be_damaged_or_impossible(tmp_path):
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     assert interpreter(setting="numba", NUMBA_CACHE_DIR=str(in_the_way / "cache")) == "fine numba None"
+
+
+RULE = """
+from kvdist.kernels.elementwise import decayed
+
+def moved(weight, step):
+    "The new weight."
+    return weight {sign} step
+
+def own(grad, weight, lr, wd):
+    "A rule."
+    return moved(weight, decayed(grad, weight, wd) * lr)
+"""
+UPDATE = """
+import numpy as np
+from own_rule import own
+from kvdist.dtypes import DType
+from kvdist.kernels.cpu import choose
+from kvdist.kernels.interface import Equation
+weight, grad = np.ones(3, np.float32), np.ones(3, np.float32)
+assert choose("numba").fused_update(Equation(own, (0.5, 0.0)), weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
+print(weight[0])
+"""
+
+
+def test_a_changed_rule_is_not_served_from_the_cache_and_an_unchanged_one_is(tmp_path):
+    """The change is in a function that the rule calls, and the file has the same length."""
+    pytest.importorskip("numba")
+    cache = tmp_path / "cache"
+    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    kernels = []
+    for sign, wanted in (("-", "0.5"), ("+", "1.5"), ("-", "0.5")):
+        (tmp_path / "own_rule.py").write_text(RULE.format(sign=sign))
+        argv = [sys.executable, "-c", UPDATE]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", wanted)
+        kernels.append(sorted((path.name, path.stat().st_mtime_ns) for path in cache.rglob("*.own_float32_*.nbc")))
+    assert [len(found) for found in kernels] == [1, 2, 2]
+    assert kernels[1] == kernels[2]

@@ -11,6 +11,9 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Equation
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
+from kvdist.optimizer.adagrad import adagrad
+from kvdist.optimizer.adam import adam, adamw
+from kvdist.optimizer.sgd import nag, sgd, sgd_momentum
 from tests.cases import each
 from tests.kernels.device_battery import FLOATS, HALVES, assert_same, down, scales_of, tame, up, values
 
@@ -25,14 +28,14 @@ RULES = {
     "adagrad": ("adagrad", {}),
 }
 EQUATIONS = {
-    "sgd": ((0.1, 0.01), 0),
-    "sgd_momentum": ((0.1, 0.01, 0.9), 1),
-    "nag": ((0.1, 0.01, 0.9), 1),
-    "adam": ((0.1, 0.01, 0.9, 0.1, 0.99, 0.01, 1e-8), 2),
-    "adamw": ((0.1, 0.01, 0.9, 0.1, 0.99, 0.01, 1e-8), 2),
-    "adagrad": ((0.1, 0.01, 1e-7), 1),
+    "sgd": (Equation(sgd, (0.1, 0.01)), 0),
+    "sgd_momentum": (Equation(sgd_momentum, (0.1, 0.01, 0.9)), 1),
+    "nag": (Equation(nag, (0.1, 0.01, 0.9)), 1),
+    "adam": (Equation(adam, (0.1, 0.01, 0.9, 0.1, 0.99, 0.01, 1e-8)), 2),
+    "adamw": (Equation(adamw, (0.1, 0.01, 0.9, 0.1, 0.99, 0.01, 1e-8)), 2),
+    "adagrad": (Equation(adagrad, (0.1, 0.01, 1e-7)), 1),
 }
-"""Numbers of each equation, and how many states it has."""
+"""Equations by name, with the number of their states."""
 
 
 def updated(kernels, rule, dtype, size, count, kind="equal", lift=lambda array: array, in_place=False, **settings):
@@ -93,17 +96,26 @@ def test_arrays_of_an_update_may_start_anywhere_and_the_weight_may_be_written_in
 @each("dtype", [*FLOATS, *HALVES])
 @each("name", EQUATIONS)
 def test_the_rules_that_backends_may_know_are_done_in_one_piece(device, name, dtype):
-    numbers, count = EQUATIONS[name]
+    equation, count = EQUATIONS[name]
+    assert equation.name == name
     weight, grad = (up(device, tame(17, seed, dtype)) for seed in (1, 2))
     states = [device.kernels.zeros(17, dtype.accumulate) for _ in range(count)]
     update = device.kernels.fused_update
-    assert update(Equation(name, numbers), weight, [grad], [1.0], None, weight, states, dtype)
+    assert update(equation, weight, [grad], [1.0], None, weight, states, dtype)
 
 
-def test_a_rule_that_is_not_known_changes_nothing(device):
+def sgd_of_a_user(grad, weight, lr, wd):
+    return weight - grad * grad * lr
+
+
+sgd_of_a_user.__name__ = "sgd"
+
+
+@each("equation", [Equation(sgd_of_a_user, (0.1, 0.0)), Equation(sgd, (0.1, 0.0), is_negative=True)])
+def test_a_rule_that_is_not_known_changes_nothing(device, equation):
     weight, grad = (up(device, tame(17, seed)) for seed in (1, 2))
     update = device.kernels.fused_update
-    assert not update(Equation("unheard of", (0.1,)), weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
+    assert not update(equation, weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
     assert_same(down(device, weight), tame(17, 1), DType.FLOAT32)
 
 

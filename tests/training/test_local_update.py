@@ -50,5 +50,5 @@ def test_a_worker_that_updates_itself_does_so_with_compiled_kernels(monkeypatch)
         weight.grad = torch.full((1000,), 2.0)
         trainer.step()
 
-    assert update.call_count == 1 and "sgd_momentum_float32" in LOADER._ready
+    assert update.call_count == 1 and "sgd_momentum_float32" in map(str, LOADER._ready)
     assert torch.equal(weight.detach(), torch.zeros(1000))

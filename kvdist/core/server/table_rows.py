@@ -29,7 +29,7 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels, R
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.initializer import Initializer, Zeros, initializer_from
 from kvdist.optimizer.states import SliceState, has_master
-from kvdist.optimizer.updater import Updater
+from kvdist.optimizer.updater import Updater, summed_clip
 
 _Apply = Callable[[Sequence[Array], Array, SliceState, int], object]
 """Updates rows in place: contributions, weight, state, and the first row's number where the rows follow each other."""
@@ -257,8 +257,8 @@ class TableRows:
         states = self._states.matrices
         if states is None or isinstance(stretch_of(slots), slice):
             return False
-        weight, clip = self._weight.rows, optimizer.clip_gradient
-        return self._kernels.update_rows(equation, weight, slots, ids, contributions, scales, clip, states, self.dtype)
+        weight, clip, chosen = self._weight.rows, summed_clip(optimizer), equation.chosen(states)
+        return self._kernels.update_rows(equation, weight, slots, ids, contributions, scales, clip, chosen, self.dtype)
 
     # Checkpoints. Eager rows are written as a slice of a dense array is, so either can be read as the other. Of lazy
     # rows those that exist are written, with the present initializer: after a sum that is not the declared one.

@@ -41,6 +41,9 @@ RULES = {"sgd": "SGD", "sgd_momentum": "SGD_MOMENTUM", "nag": "NAG", "adam": "AD
          "adagrad": "ADAGRAD"}  # fmt: skip
 """The names of equations, as the kernels call them."""
 
+NUMBERS_MAX = 7
+"""How many numbers a rule has at most, as in ``updates.cu``."""
+
 SUM_BATCHES = {1: 4, 2: 4, 4: 2, 8: 1}
 """How many sources a sum loads at a time, and how many packs of each: some eight loads of a thread are on their way."""
 

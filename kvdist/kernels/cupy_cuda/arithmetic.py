@@ -15,8 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvdist.dtypes import DType
-from kvdist.kernels.cupy_cuda import CHUNK_BYTES, ELEMENT, HALVES, INTEGER_BATCH, RULES, SUM_BATCHES, TERMS_MAX, THREADS
-from kvdist.kernels.interface import NUMBERS_MAX, Array, Equation, Kernels
+from kvdist.kernels.cupy_cuda import (
+    CHUNK_BYTES,
+    ELEMENT,
+    HALVES,
+    INTEGER_BATCH,
+    NUMBERS_MAX,
+    RULES,
+    SUM_BATCHES,
+    TERMS_MAX,
+    THREADS,
+)
+from kvdist.kernels.interface import Array, Equation, Kernels
 from kvdist.kernels.quantization import (
     WORD_ELEMENTS_1BIT,
     WORD_ELEMENTS_2BIT,
@@ -229,7 +239,7 @@ class CudaArithmetic:
     ) -> bool:
         """See `FusedUpdate`. One launch for any number of sources, none among them."""
         rule = RULES.get(equation.name)
-        if rule is None or not dtype.is_floating:
+        if rule is None or equation.is_negative or not dtype.is_floating:
             return False
         if not weight.size:
             return True
