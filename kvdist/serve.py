@@ -206,8 +206,8 @@ def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
 
 
 def _journal(config: ClusterConfig) -> Journal | None:
-    """The journal of the scheduler; None if it keeps none."""
-    if config.journal is None or not config.away_s:
+    """The journal of the scheduler, if there is to be one."""
+    if config.journal is None or not config.loss_policy.away_s:
         return None
     from kvdist.runtime.journal import Journal, sweep  # a feature at a seam: loaded where it is used
 

@@ -35,7 +35,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvdist.checkpoint.snapshot import EVERYTHING
-from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
+from kvdist.config.losses import SCHEDULER_AWAY_S
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
 from kvdist.core.machine import ChildEnded, Effect
 from kvdist.core.round import UNANSWERED, Contribution, Verdict

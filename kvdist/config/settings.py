@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from kvdist.config.endpoints import is_loopback
+from kvdist.config.losses import LossPolicy
 from kvdist.config.policies import FORMS, OFFERED, policy_from
 from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
@@ -840,11 +841,6 @@ def refuse_replaced(env: Variables) -> None:
 
 # Jobs with servers.
 
-SCHEDULER_AWAY_S = 60.0
-"""Where the others go on without lost processes."""
-RETURN_S = 600.0
-"""Where all wait for lost workers: long enough to start a process by hand."""
-
 JOB_WIDE = (
     *("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots"),
     *("min_workers", "replicas"),
@@ -906,25 +902,11 @@ class ClusterConfig:
                 "this job has no servers (DMLC_NUM_SERVER is 0): use kv.create('collective'), or start it with servers"
                 " by kvdist-launch -s 2 or kvdist_launch.run(..., servers=2)"
             )
-        count = {Role.WORKER: self.most_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
+        most = self.loss_policy.most_workers
+        count = {Role.WORKER: most, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
-        if self.min_workers is not None and self.on_loss == "fail":
-            raise ConfigError(
-                f"KVDIST_MIN_WORKERS is {self.min_workers}, below which a job waits for workers that come back, and"
-                " KVDIST_ON_LOSS is 'fail', which ends it with the first loss: set KVDIST_ON_LOSS=continue"
-            )
-        if (self.min_workers or 0) > self.num_workers:
-            raise ConfigError(
-                f"KVDIST_MIN_WORKERS is {self.min_workers}, but the job begins with {self.num_workers} worker(s):"
-                " expected that number at most"
-            )
-        if self.snapshots is not None and self.on_loss == "fail":
-            raise ConfigError(
-                f"KVDIST_SNAPSHOTS is {self.snapshots!r}, from which a job goes on that has lost a server, and"
-                " KVDIST_ON_LOSS is 'fail', which ends it: set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss"
-                " continue --restart N), or leave snapshots out"
-            )
+        self.loss_policy.check()
         check_security(self.security, self.secret_file)
         if self.security == "curve" and self.secret_file is None:
             raise ConfigError(
@@ -937,70 +919,17 @@ class ClusterConfig:
                 " KVDIST_SECRET_FILE (kvdist-launch draws a secret by itself), or KVDIST_SECURITY=none if you trust all"
                 " users"
             )
-        if self.on_loss == "wait":
-            self._require_waiting()
-        if self.replicas:
-            self._require_replicas()
         if self.local_reduce == "on" and self.transport == "tcp":
             raise ConfigError(
                 "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
                 " 'tcp'; change one of them"
             )
 
-    def _require_waiting(self) -> None:
-        """Refuse what goes on without lost processes where all wait for them."""
-        others = {
-            "KVDIST_REPLICAS": self.replicas or None,
-            "KVDIST_SNAPSHOTS": self.snapshots,
-            "KVDIST_MAX_WORKERS": self.max_workers,
-            "KVDIST_MIN_WORKERS": self.min_workers,
-            "KVDIST_SCHEDULER_AWAY_S": self.scheduler_away_s or None,
-        }
-        for name, value in others.items():
-            if value is not None:
-                raise ConfigError(
-                    f"KVDIST_ON_LOSS is 'wait', which only waits for lost workers, but {name} is {value!r}: leave"
-                    f" {name} out, or set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss continue)"
-                )
-        if self.return_s == 0:
-            raise ConfigError(
-                "KVDIST_ON_LOSS is 'wait', but KVDIST_RETURN_S is 0, so no process would wait: set KVDIST_RETURN_S to"
-                " the seconds within which a lost worker comes back, or leave it out"
-            )
-
-    def _require_replicas(self) -> None:
-        """Refuse copies of slices that have no second server, or no use."""
-        if self.replicas > 1:
-            raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
-        if self.replicas >= self.num_servers:
-            raise ConfigError(
-                f"--replicas {self.replicas} (KVDIST_REPLICAS) keeps each copy on another server, but the job has only"
-                f" {self.num_servers}: start two servers or more (-s 2), or leave the copies out"
-            )
-        if self.snapshots is not None:
-            raise ConfigError(
-                f"KVDIST_REPLICAS is {self.replicas} and KVDIST_SNAPSHOTS is {self.snapshots!r}, and a lost server is"
-                " replaced by its copy or by a snapshot, not by both: leave one of them out"
-            )
-        if self.on_loss == "fail":
-            raise ConfigError(
-                f"KVDIST_REPLICAS is {self.replicas}, but KVDIST_ON_LOSS is 'fail', which ends the job with the first"
-                " process that is lost, so that copies are of no use: add --on-loss continue"
-            )
-
     @property
-    def away_s(self) -> float:
-        """How long the others go on without a scheduler that was lost, in seconds; 0: its loss ends the job."""
-        if self.scheduler_away_s is not None:
-            return self.scheduler_away_s
-        return SCHEDULER_AWAY_S if self.on_loss == "continue" else 0.0
-
-    @property
-    def return_limit_s(self) -> float:
-        """How long a job waits for a worker that comes back, in seconds; 0: not at all."""
-        if self.return_s is not None:
-            return self.return_s
-        return RETURN_S if self.on_loss == "wait" else 0.0
+    def loss_policy(self) -> LossPolicy:
+        """What follows when a process is lost."""
+        names = {each.name for each in fields(self)} & {each.name for each in fields(LossPolicy)}
+        return LossPolicy(**{name: getattr(self, name) for name in names})
 
     @property
     def is_local(self) -> bool:
@@ -1029,11 +958,6 @@ class ClusterConfig:
                 " of this server is not set: set KVDIST_RANK for each server, or name a single device"
             )
         return self.server_devices[(rank or 0) % len(self.server_devices)]
-
-    @property
-    def most_workers(self) -> int:
-        """The most workers at a time."""
-        return max(self.num_workers, self.max_workers or 0) if self.on_loss != "fail" else self.num_workers
 
     def require_private(self, host: str) -> None:
         """Refuse to listen where other machines can reach us, unless that was asked for.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.config.losses import LossPolicy
 from kvdist.core.policy import SYNC, Policy
 from kvdist.core.worker.requests import (
     KEYS_PER_MESSAGE,
@@ -105,11 +106,7 @@ class DistBackend(Backend):
         self._policy = policy
         view = cluster.node.view
         self.on_loss = view.on_loss.name.lower()
-        if view.on_loss is OnLoss.WAIT and not policy.is_lockstep:
-            raise ConfigError(
-                f"KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), but workers of the store {type_name!r} do not"
-                " wait for each other: use continue, or a store such as 'dist'"
-            )
+        LossPolicy(self.on_loss, has_rounds=policy.is_lockstep).check()
         self.came_late = cluster.came_late
         if policy.is_lockstep:
             self.abilities = self.abilities | {Ability.CLIPPING}

@@ -54,6 +54,7 @@ from kvdist.training.steps import AloneSteps, ServerSteps, StepCall, Steps, Work
 from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
     ASYNCHRONOUS,
+    check_losses,
     checked_clip_norm,
     choose_store,
     compression_of,
@@ -62,7 +63,6 @@ from kvdist.training.trainer_config import (
     make_optimizer,
     policy_of,
     prepare_store,
-    refuse_overlap_of_snapshots,
     refuse_size,
     refuse_what_contradicts,
     require_averages,
@@ -70,7 +70,6 @@ from kvdist.training.trainer_config import (
     require_joinable,
     require_policy,
     require_samples,
-    require_survivable,
     require_unused,
     statement,
 )
@@ -754,12 +753,12 @@ class Trainer:
             clips = model.clip_norm is not None
             if policy is not None:
                 sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
-                require_policy(policy, model.num_devices, model.clip_norm, sends_otherwise, store)
+                require_policy(policy, model.num_devices, model.clip_norm, sends_otherwise)
                 require_enough(policy, store.num_workers)
             on_server = policy is not None or decide_update_on_kvstore(
                 store, self._kvstore_wanted, self._update_on_kvstore_wanted, model.parameters, clips
             )
-            require_survivable(store, on_server)
+            check_losses(store, policy, on_server, self._overlaps)
         if model.optimizer.average_half_life is not None:
             require_averages(store, on_server)
         if store is None:
@@ -774,7 +773,6 @@ class Trainer:
             require_unused(store)
         compression = compression_of(policy, self._compression_params)
         used = prepare_store(store, model.parameters, self._overlaps or self._shares, compression, not on_server)
-        refuse_overlap_of_snapshots(store, self._overlaps)
         if isinstance(store, KVStore) and self._watcher not in store._backend.rollback_watchers:
             store._backend.rollback_watchers.insert(0, self._watcher)
         local_steps = policy is not None and updates_between(policy)

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvdist.config.environment import cluster_from_env, read_setting
+from kvdist.config.losses import LossPolicy
 from kvdist.config.policies import COMPRESSIONS, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
@@ -442,14 +443,15 @@ def _warn_if_alone(name: str) -> None:
         )
 
 
-def require_survivable(store: KVStoreBase, updates_there: bool) -> None:
-    """Raises a `ConfigError`: the job goes on without lost workers, and the only weights may be those of a worker."""
-    if isinstance(store, KVStore) and store.on_loss != "fail" and not updates_there:
-        raise ConfigError(
-            f"KVDIST_ON_LOSS is {store.on_loss!r} (kvdist-launch --on-loss), which needs a store that updates, because"
-            " servers must hold the weights, and this Trainer's workers update (update_on_kvstore=False, clip_norm, or"
-            " an optimizer that servers do not have): change that, or use fail"
-        )
+def check_losses(
+    store: KVStoreBase, policy: TrainingPolicy | None, updates_there: bool = True, overlaps: bool = False
+) -> None:
+    """Raises a `ConfigError`: this way of training does not survive the losses that the job survives."""
+    if isinstance(store, KVStore) and store.on_loss != "fail":
+        snapshots = read_setting("KVDIST_SNAPSHOTS") if overlaps and store.on_loss == "continue" else None
+        LossPolicy(
+            store.on_loss, policy=policy, workers_update=not updates_there, overlaps=overlaps, snapshots=snapshots
+        ).check()
 
 
 def require_averages(store: KVStoreBase | None, updates_there: bool) -> None:
@@ -483,9 +485,7 @@ def compression_of(policy: TrainingPolicy | None, given: Mapping[str, Any] | Non
     return given if kind is None else {"type": kind}
 
 
-def require_policy(
-    policy: TrainingPolicy, num_devices: int, clip_norm: float | None, sends_otherwise: bool, store: KVStoreBase
-) -> None:
+def require_policy(policy: TrainingPolicy, num_devices: int, clip_norm: float | None, sends_otherwise: bool) -> None:
     """Check what does not go together with a policy.
 
     Args:
@@ -493,18 +493,10 @@ def require_policy(
         num_devices: of this worker.
         clip_norm: of the trainer.
         sends_otherwise: whether it overlaps, or shares weights, or was told who updates.
-        store: of the policy.
 
     Raises:
         ConfigError: something does not.
     """
-    waits_for_lost = isinstance(store, KVStore) and store.on_loss == "wait"
-    if waits_for_lost and isinstance(policy, LocalSteps) and (policy.fragments > 1 or policy.steps_until_answer):
-        raise ConfigError(
-            f"KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which promises the weights of an undisturbed run, and"
-            f" under the policy {policy} a lost worker takes steps with it that no server gives back: leave fragments"
-            " and delay out, or use continue"
-        )
     obstacle = (
         "several devices: a worker has one" if num_devices > 1
         else "clip_norm, which is of the mean of all gradients: call torch.nn.utils.clip_grad_norm_ before step()"
@@ -532,15 +524,6 @@ def require_enough(policy: TrainingPolicy, num_workers: int) -> None:
         raise ConfigError(
             f"the policy {policy} needs a quorum of {quorum} workers, but the job has {num_workers}: use a smaller"
             " quorum, or leave it out to wait for all"
-        )
-
-
-def refuse_overlap_of_snapshots(store: KVStoreBase | Adapted, overlaps: bool) -> None:
-    """Raises a `ConfigError`: gradients are under way all the time, and all may have to go back to a snapshot."""
-    if overlaps and isinstance(store, KVStore) and store.on_loss != "fail" and read_setting("KVDIST_SNAPSHOTS"):
-        raise ConfigError(
-            "overlap=True cannot go back to a snapshot (KVDIST_SNAPSHOTS) yet: make the trainer with overlap=False, or"
-            " leave snapshots out"
         )
 
 

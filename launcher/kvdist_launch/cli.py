@@ -40,12 +40,9 @@ from kvdist_launch.processes import CommandError, LocalProcesses, handling_inter
 from kvdist_launch.request import (
     ROLE_COMMAND,
     Request,
-    goes_on_without,
     grace_of,
-    has_replicas,
     hosts_of,
     job_of,
-    waits_for_lost,
 )
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, PLAIN_HERE
@@ -114,26 +111,7 @@ class _Launch:
     def _begin_attempt(self) -> Supervisor:
         options = self._request.options
         output = JobOutput(self._out, self._err, options.filter or (), self._logs)
-        goes_on, restarts = goes_on_without(options, os.environ), None
-        waits = goes_on and waits_for_lost(options, os.environ)
-        replicas = goes_on and has_replicas(options, os.environ)
-        if options.restart:
-            # Imported here because few ask for it, and every job would wait for it.
-            from kvdist_launch.restarts import RESTARTED, Restarts
-
-            can_return = options.snapshots or replicas
-            roles = {Role.WORKER} if waits else RESTARTED | ({Role.SERVER} if can_return else set())
-            restarts = Restarts(options.restart, roles)
-        supervisor = Supervisor(
-            output,
-            self._err,
-            grace_of(options, os.environ),
-            self._launched,
-            goes_on=goes_on,
-            waits=waits,
-            restarts=restarts,
-            replicas=replicas,
-        )
+        supervisor = Supervisor(output, self._err, grace_of(options, os.environ), self._launched)
         self._attempts.append(supervisor)
         return supervisor
 
@@ -234,7 +212,7 @@ def _run_here(
         for note in filter(None, notes):
             supervisor.say(note)
         local = LocalProcesses(supervisor.selector, supervisor)
-        return supervisor.run([(local, processes)], listening, job.security.secret_of_run())
+        return supervisor.run([(local, processes)], listening, job.security.secret_of_run(), losses=job.losses)
 
 
 def _run_on_hosts(

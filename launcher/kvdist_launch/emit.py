@@ -23,7 +23,7 @@ from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
-from kvdist_launch.environment import ON_LOSS, OTHER_NAME, OWNED_VARIABLES, RESTARTS, Environment
+from kvdist_launch.environment import OTHER_NAME, OWNED_VARIABLES, RESTARTS, Environment
 from kvdist_launch.hosts import Host
 from kvdist_launch.options import target_of
 from kvdist_launch.plan import DEVICES, LAUNCHER, PLACES, HostFacts, JobSpec, Process, place_name, plan
@@ -107,7 +107,7 @@ def heredoc(lines: Sequence[str], word: str) -> list[str]:
 
 def goes_on(environment: Environment) -> bool:
     """Whether the others go on without a worker that is lost."""
-    return environment.settings.get(ON_LOSS, "fail") != "fail"
+    return environment.settings.get("KVDIST_ON_LOSS", "fail") != "fail"
 
 
 def run_again(argv: Sequence[str], restarts: int, after: str = "") -> list[str]:

@@ -22,11 +22,6 @@ from kvdist.errors import ConfigError
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
 """Set by the user for the job as a whole; the launcher reads them, and sets them for every process."""
 
-ON_LOSS = "KVDIST_ON_LOSS"
-SNAPSHOTS = "KVDIST_SNAPSHOTS"
-REPLICAS = "KVDIST_REPLICAS"
-"""Variables that decide how the job continues after a loss."""
-
 RESTARTS = "KVDIST_RESTARTS"
 """Variable with the number of restarts of a process or of its job."""
 

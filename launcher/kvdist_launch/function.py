@@ -23,9 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.losses import LossPolicy
 from kvdist.config.paths import expanded
 from kvdist.config.processes import module_words
-from kvdist.config.settings import SETTINGS
+from kvdist.config.settings import read_view
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import parse_assignments
@@ -172,13 +173,13 @@ def run(
         own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
     if on_loss is not None:
         own = {"KVDIST_ON_LOSS": on_loss, **own}
-    goes_on = _goes_on({**os.environ, **own})
-    if goes_on and on_loss is not None and not servers:
+    losses = _losses({**os.environ, **own}, count, servers)
+    if losses.on_loss != "fail" and on_loss is not None and not servers:
         raise ConfigError(
             f"on_loss is {on_loss!r}, which needs servers, as they hold the weights: give servers=1 or more"
         )
     is_here = all(host.is_local for host in places)
-    wanted = _Wanted(count, servers, own, bool(verbose), executable, tuple(places))
+    wanted = _Wanted(count, servers, own, bool(verbose), executable, tuple(places), losses)
     if is_here:
         start = partial(
             _run_here, wanted, security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
@@ -188,21 +189,21 @@ def run(
         start = partial(
             _run_on_hosts, _request(wanted, ssh_option_of(ssh_port, ssh_identity_file), network, sync_dst_dir)
         )
-    calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, goes_on and servers > 0)
-    calls.replicas = calls.goes_on and SETTINGS["KVDIST_REPLICAS"].read({**os.environ, **own}) > 0
+    calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, losses.goes_on)
     _run_calls(calls, start, timeout_s, bool(verbose), output_filename)
     return calls.results()
 
 
-def _goes_on(environ: Mapping[str, str]) -> bool:
-    """Whether the other workers go on without one that is lost."""
-    policy: str = SETTINGS["KVDIST_ON_LOSS"].read(environ)
-    if policy == "wait":
+def _losses(environ: Mapping[str, str], workers: int, servers: int) -> LossPolicy:
+    """What follows when a worker is lost."""
+    losses: LossPolicy = read_view(LossPolicy, environ, num_workers=workers, num_servers=servers)
+    if losses.on_loss == "wait":
         raise ConfigError(
             "on_loss (KVDIST_ON_LOSS) is 'wait', which waits until a lost worker is started again, and workers that run"
             " a function are not: use on_loss='continue', or kvdist-launch --on-loss wait --restart N with a script"
         )
-    return policy != "fail"
+    losses.check()
+    return losses
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ class _Wanted:
     is_verbose: bool
     executable: str | None
     hosts: tuple[Host, ...]
+    losses: LossPolicy
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -243,17 +245,7 @@ def _run_calls(
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
     logs = None if output_folder is None else LogFiles(Path(expanded(output_folder)), err.say, len(calls))
     grace = GracePeriods(grace_s=GRACE_S)
-    supervisor = Supervisor(
-        JobOutput(out, err, logs=logs),
-        err,
-        grace,
-        None,
-        events,
-        not is_verbose,
-        calls,
-        goes_on=calls.goes_on,
-        replicas=calls.replicas,
-    )
+    supervisor = Supervisor(JobOutput(out, err, logs=logs), err, grace, None, events, not is_verbose, calls)
     deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
     calls.attend(supervisor, deadline, raised)
     with deadline, raised:
@@ -286,6 +278,7 @@ def _run_here(wanted: _Wanted, security: Security, supervisor: Supervisor) -> in
             is_called=True,
             env=wanted.env,
             security=security,
+            losses=wanted.losses,
         )
         here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
         processes = plan(job, HERE, [here], here)
@@ -293,7 +286,7 @@ def _run_here(wanted: _Wanted, security: Security, supervisor: Supervisor) -> in
         for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
             supervisor.say(note)
         local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
-        return supervisor.run([(local, processes)], listening, security.secret_of_run())
+        return supervisor.run([(local, processes)], listening, security.secret_of_run(), losses=job.losses)
 
 
 def _request(
@@ -382,7 +375,7 @@ class _WorkerCalls:
 
     def __init__(self, data: bytes, count: int, goes_on: bool = False) -> None:
         self.data = data
-        self.goes_on, self.replicas = goes_on, False
+        self.goes_on = goes_on
         self.raised: list[int] = []
         self._answers = [WorkerAnswer(partial(self._has_raised, rank)) for rank in range(count)]
         self._began = time.monotonic()

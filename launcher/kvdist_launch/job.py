@@ -59,6 +59,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvdist.config.losses import LossPolicy
 from kvdist.config.settings import Limits
 from kvdist.errors import INCOMPLETE, UNHANDLED
 from kvdist.nodes import SCHEDULER, NodeId, Role
@@ -182,10 +183,7 @@ class Job:
         now: the start of this attempt.
         grace: how long to wait for processes to end.
         launched: the start of the launcher; None is `now`.
-        goes_on: whether the other workers go on when a worker is lost.
-        restarts: decides which processes are restarted; None restarts none.
-        replicas: whether the job also survives the loss of a server, as other servers have copies of its data.
-        waits: whether the other workers wait until a lost worker is back.
+        losses: what follows when a process is lost.
 
     Attributes:
         cause: the exit that failed the job; None while the job has not failed.
@@ -201,18 +199,18 @@ class Job:
         now: float,
         grace: GracePeriods | None = None,
         launched: float | None = None,
-        goes_on: bool = False,
-        restarts: Restarts | None = None,
-        replicas: bool = False,
-        waits: bool = False,
+        losses: LossPolicy | None = None,
     ) -> None:
-        self._replicas = replicas
-        self._waits = waits
+        self._policy = losses or LossPolicy()
         self._grace = GracePeriods() if grace is None else grace
-        self._goes_on = goes_on
         self._losses: list[tuple[ProcessExit, float]] = []
-        """Failures that the job survived, each with its time."""
-        self._restarts = restarts
+        """The failures after which the others have gone on, and when they were."""
+        self._restarts: Restarts | None = None
+        if self._policy.restart:
+            # Imported here because few ask for it, and every job would wait for it.
+            from kvdist_launch.restarts import Restarts
+
+            self._restarts = Restarts(self._policy.restart, self._policy.restarted)
         self._due: dict[NodeId, float] = {}
         """Processes to restart → time of the restart."""
         self._lives: Counter[NodeId] = Counter()
@@ -356,7 +354,7 @@ class Job:
         go on."""
         if self._phase is not Phase.RUNNING or node not in self._alive or self._lives[node] != life:
             return []
-        why = "wait for one in its place" if self._waits else "go on without it"
+        why = "wait for one in its place" if self._policy.waits else "go on without it"
         text = f"{node} has been given up, and its process is ended, as the others {why}"
         return [Say(text), SendSignal(node, signal.SIGKILL)]
 
@@ -543,11 +541,10 @@ class Job:
         if SCHEDULER not in self._nodes:
             hints.append("--on-worker-exit restart:N starts the job again, from a checkpoint that the script loads")
         elif cause.node.role is Role.SERVER:
-            returns = self._restarts is not None and self._restarts.concerns(cause.node)
             with_copy = "--on-loss continue --replicas 1 lets another server go on with a copy of the weights"
-            keeps = self._replicas or returns
-            hints += [] if keeps else [WITHOUT_COPY if self._goes_on and not self._waits else with_copy]
-        elif not self._goes_on:
+            keeps = self._policy.has_replicas or Role.SERVER in self._policy.restarted
+            hints += [] if keeps else [WITHOUT_COPY if self._policy.on_loss == "continue" else with_copy]
+        elif not self._policy.goes_on:
             hints.append("--on-loss continue --restart N lets the others go on, and starts it again")
         return "; ".join(hints)
 
@@ -611,7 +608,8 @@ class Job:
         if self.cause is not None:
             self._note_repeated(one)
             return None
-        if self._goes_on and self._is_done() and one.node.role is not Role.WORKER and (one.status < 0 or one.lost):
+        was_killed = one.node.role is not Role.WORKER and (one.status < 0 or bool(one.lost))
+        if was_killed and self._policy.goes_on and self._is_done():
             self._losses.append((one, now))
             return [Say(f"{one}; it is not started again, as all workers have finished")]
         if self._phase is not Phase.RUNNING:
@@ -630,7 +628,7 @@ class Job:
         if one.node in self._due:
             return [Say(f"{one}; {verdict.text if verdict else ''}")]
         why = f"; {verdict.text}" if verdict else ""
-        workers = "the other workers wait for it" if self._waits else "the other workers go on"
+        workers = "the other workers wait for it" if self._policy.waits else "the other workers go on"
         others = workers if one.node.role is Role.WORKER else "the others go on if one has a copy of all that it had"
         return [] if one.is_consequence and not why else [Say(f"{one}{why}; {others}")]
 
@@ -646,8 +644,8 @@ class Job:
     def _is_survived(self, one: ProcessExit) -> bool:
         """Whether the others go on without this process."""
         if one.node.role is Role.SERVER:
-            return self._replicas and self._is_worked_on()
-        if not self._goes_on or one.node.role is not Role.WORKER:
+            return self._policy.has_replicas and self._is_worked_on()
+        if not self._policy.goes_on or one.node.role is not Role.WORKER:
             return False
         ends = [record.exit for record in self.records if record.node.role is Role.WORKER]
         return self._is_worked_on() or any(end is not None and not end.is_failure for end in ends)

@@ -184,7 +184,7 @@ class _HostJob:
             return self._pool.dial_again(self._connections[process.host]), process
 
         secret = self._job.security.secret_of_run()
-        return self._supervisor.run(assignments, self._listening, secret, elsewhere)
+        return self._supervisor.run(assignments, self._listening, secret, elsewhere, self._job.losses)
 
     def _connect(self) -> None:
         """Connect to all hosts. If some cannot be reached, the problems of all hosts are reported together."""

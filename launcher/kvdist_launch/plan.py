@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvdist.config.environment import cluster_from_env
+from kvdist.config.losses import LossPolicy
 from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role
@@ -266,7 +267,7 @@ class JobSpec:
         cwd: the folder in which processes on hosts start; None is that of the launcher or agent.
         env, env_server, env_worker: variables for every process, for servers, for workers.
         security: wins over `SECURITY_VARIABLES` in `env`.
-        keeps_journal: whether the scheduler writes a journal, from which it continues after a restart.
+        losses: what follows when a process is lost.
     """
 
     num_workers: int
@@ -284,7 +285,7 @@ class JobSpec:
     env_server: Mapping[str, str] = field(default_factory=dict)
     env_worker: Mapping[str, str] = field(default_factory=dict)
     security: Security = field(default_factory=Security)
-    keeps_journal: bool = False
+    losses: LossPolicy = field(default_factory=LossPolicy)
 
 
 def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: HostFacts) -> list[Process]:
@@ -462,7 +463,7 @@ def _environment(
     else:
         # NumPy's threads for products of matrices spin when they start, and these processes multiply no matrices.
         defaults["OPENBLAS_NUM_THREADS"] = "1"
-    if role is Role.SCHEDULER and job.keeps_journal:
+    if role is Role.SCHEDULER and job.losses.keeps_journal:
         defaults["KVDIST_JOURNAL"] = f"journal-{job.name}-{job.env.get(RESTARTS, 0)}"  # each start of a job has its own
     return Environment(defaults, front, settings)
 

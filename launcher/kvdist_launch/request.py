@@ -17,15 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvdist.config.environment import limits_from_env
+from kvdist.config.losses import LossPolicy
 from kvdist.config.processes import module_words
-from kvdist.config.settings import SETTINGS, Limits
+from kvdist.config.settings import SETTINGS, Limits, read_view, rows_of
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import (
-    ON_LOSS,
-    REPLICAS,
     SECURITY_VARIABLES,
-    SNAPSHOTS,
     Environment,
     interpreter_front,
     parse_assignments,
@@ -269,7 +267,8 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         )
     if not num_servers:
         _require_fit_without_servers(options, num_workers)
-    _require_fitting_restarts(options, SETTINGS[ON_LOSS].read({**environ, **env}), num_workers)
+    losses = _losses(options, env, environ, num_workers, num_servers)
+    losses.check()
     for option, variables in (("--env-server", env_server), ("--env-worker", env_worker)):
         for name in set(variables) & set(SECURITY_VARIABLES):
             raise ConfigError(f"{option} {name}: all processes of a job need the same; write --env {name}=...")
@@ -298,7 +297,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         env_server=env_server,
         env_worker=env_worker,
         security=_security(options, env, environ, others, num_servers > 0),
-        keeps_journal=bool(options.restart) and not target_of(options),
+        losses=losses,
     )
 
 
@@ -306,104 +305,34 @@ def grace_of(options: argparse.Namespace, environ: Mapping[str, str]) -> GracePe
     """How long to wait for processes that should end, or are stopped. A wrong patience is refused by `job_of`."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
-    given = None if options.patience is None else f"{options.patience:g}"
+    words = [environ.get("KVDIST_PATIENCE_S", "") if options.patience is None else options.patience]
+    words += [text.partition("=")[2] for text in options.env or () if text.startswith("KVDIST_PATIENCE_S=")]
     try:
-        patience_s = float(_word_of(options, given, "KVDIST_PATIENCE_S", environ))
+        patience_s = float(words[-1])
     except ValueError:
         patience_s = Limits.patience_s
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s, patience_s=patience_s)
 
 
-def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_workers: int) -> None:
-    """Refuse what contradicts itself about the loss of processes."""
-    if on_loss != "fail" and target_of(options) == "--launcher mpi":
-        raise ConfigError(
-            f"--on-loss {on_loss} lets a job go on without lost workers, and mpirun ends it with the first process that"
-            " fails; take another way to start it"
-        )
-    if options.replicas and target_of(options) == "--emit kubernetes":
-        raise ConfigError(
-            f"--replicas {options.replicas} lets a job go on without a lost server, and a JobSet fails with its first"
-            " server that does; leave it out, or take another way to start the job"
-        )
-    if options.on_worker_exit and (options.restart or on_loss != "fail"):
-        other = f"--restart {options.restart}" if options.restart else f"--on-loss {on_loss}"
-        raise ConfigError(
-            f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job again after a loss, but with"
-            f" {other} the job goes on; leave one of them out"
-        )
-    others = {"--max-workers": options.max_workers, "--min-workers": options.min_workers}
-    others |= {"--snapshots": options.snapshots, "--replicas": options.replicas}
-    for option, value in others.items() if on_loss == "wait" else ():
-        if value:
-            raise ConfigError(
-                f"--on-loss wait only waits for lost workers, but {option} is {value}: leave it out, or use --on-loss"
-                " continue"
-            )
-    if options.max_workers is not None and on_loss == "fail":
-        raise ConfigError(
-            f"--max-workers {options.max_workers}: others can join only where losses do not end the job; add --on-loss"
-            " continue"
-        )
-    if options.max_workers is not None and options.max_workers < num_workers:
-        raise ConfigError(f"--max-workers {options.max_workers} is less than the {num_workers} workers at the start")
-    least = options.min_workers
-    if least is not None and on_loss == "fail":
-        raise ConfigError(
-            f"--min-workers {least}: with fewer a job waits for workers that come back, and without --on-loss its first"
-            " loss ends it; add --on-loss continue"
-        )
-    if least is not None and not 1 <= least <= num_workers:
-        raise ConfigError(
-            f"--min-workers {least}: expected 1 to {num_workers}, the number of workers at the start (-n)"
-        )
-    if options.snapshots and (on_loss == "fail" or not options.restart or options.num_servers == 0):
-        raise ConfigError(
-            f"--snapshots {options.snapshots}: a job goes back to them when a server was lost and is started again; add"
-            " --on-loss continue --restart N, and servers (-s N)"
-        )
-    if options.snapshots and target_of(options):
-        raise ConfigError(
-            f"--snapshots {options.snapshots}: only kvdist-launch itself starts lost servers again, on this machine or"
-            f" over ssh; leave it out with {target_of(options)}"
-        )
-    if options.snapshots and (options.policy or "").startswith("async"):
-        raise ConfigError(
-            f"--snapshots {options.snapshots} cannot bring back a store without rounds, and --policy {options.policy}"
-            " makes one: take --replicas 1 instead, which loses no push"
-        )
-    if options.restart and on_loss == "fail":
-        raise ConfigError(
-            f"--restart {options.restart} starts lost workers again while the others go on or wait, and without"
-            " --on-loss a loss ends the job: add --on-loss continue or wait, or write --on-worker-exit"
-            f" restart:{options.restart} to start the whole job anew"
-        )
-
-
-def goes_on_without(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """Whether the job goes on when a worker is lost, with it or without. A wrong value is refused by `job_of`."""
-    word = _word_of(options, options.on_loss, ON_LOSS, environ)
-    return word.strip().lower() in ("wait", "continue") and options.num_servers != 0
-
-
-def waits_for_lost(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """Whether the other workers wait for one that is lost."""
-    return _word_of(options, options.on_loss, ON_LOSS, environ).strip().lower() == "wait"
-
-
-def has_replicas(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """Whether servers have copies of what others have. A wrong value is refused by `job_of`."""
-    given = None if options.replicas is None else str(options.replicas)
-    return _word_of(options, given, REPLICAS, environ).strip() not in ("", "0")
-
-
-def _word_of(options: argparse.Namespace, given: str | None, name: str, environ: Mapping[str, str]) -> str:
-    """What an option, ``--env`` or the environment says."""
-    word = given or environ.get(name, "")
-    for text in options.env or ():
-        key, _, value = text.partition("=")
-        word = value if key == name else word
-    return word
+def _losses(
+    options: argparse.Namespace, env: Mapping[str, str], environ: Mapping[str, str], num_workers: int, num_servers: int
+) -> LossPolicy:
+    """What follows when a process is lost, by the options and by the variables of the job."""
+    written = {name: getattr(options, name, None) for name in rows_of(LossPolicy)}
+    written = {name: value for name, value in written.items() if value is not None}
+    losses: LossPolicy = read_view(
+        LossPolicy,
+        {**environ, **env},
+        num_workers=num_workers,
+        num_servers=num_servers,
+        restart=options.restart or 0,
+        on_worker_exit=options.on_worker_exit,
+        target=target_of(options),
+        is_launched=True,
+        options=written,
+        **{name: value for name, value in written.items() if type(value) is int},
+    )
+    return losses
 
 
 def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
@@ -484,14 +413,14 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_INTERFACE": options.interface,
         "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
         "KVDIST_SERVER_DEVICE": options.server_device,
-        ON_LOSS: options.on_loss,
+        "KVDIST_ON_LOSS": options.on_loss,
         "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
-        SNAPSHOTS: options.snapshots and os.path.abspath(options.snapshots),
+        "KVDIST_SNAPSHOTS": options.snapshots and os.path.abspath(options.snapshots),
         "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
         "KVDIST_MIN_WORKERS": None if options.min_workers is None else str(options.min_workers),
         "KVDIST_RETURN_S": RETURN_S if options.restart else None,
         "KVDIST_POLICY": options.policy,
-        REPLICAS: None if options.replicas is None else str(options.replicas),
+        "KVDIST_REPLICAS": None if options.replicas is None else str(options.replicas),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other

@@ -75,10 +75,6 @@ class Restarts:
         self._said: dict[tuple[str, int], NodeId] = {}
         """(error, exit code) → the worker that it ended first."""
 
-    def concerns(self, node: NodeId) -> bool:
-        """Whether this process may be restarted."""
-        return node.role in self._roles
-
     def judge(self, one: ProcessExit, lived_s: float, was_at_work: bool = False) -> Verdict | None:
         """Decide what follows a failure; None if a restart would not help.
 

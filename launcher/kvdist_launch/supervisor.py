@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvdist.config.exit_codes import LINGERS
+from kvdist.config.losses import LossPolicy
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
@@ -24,9 +25,6 @@ from kvdist_launch.output import ERR, NEWS, OUT, JobOutput, LineSplitter, Sink, 
 from kvdist_launch.plan import Process
 from kvdist_launch.processes import BEAT_S, RESULT, EventPipe, HostProcesses, SignalPipe
 from kvdist_launch.start import INTERRUPTIONS
-
-if TYPE_CHECKING:
-    from kvdist_launch.restarts import Restarts
 
 Assignment = tuple[HostProcesses, Process]
 """A process, and the processes of the host on which to run it."""
@@ -78,11 +76,7 @@ class Supervisor:
         launched: the start of the launcher, by the monotonic clock; None is now.
         events: brings exits and interruptions; None takes the signals of this process.
         is_quiet: whether the closing lines are left out, because the caller reports the end in another way.
-        calls: handler for processes that execute a call; None if they run commands.
-        goes_on: whether the other workers go on when a worker is lost.
-        restarts: decides which processes are restarted; None restarts none.
-        replicas: whether the job goes on when a server is lost, as other servers have copies of its data.
-        waits: whether the other workers wait until a lost worker is back.
+        calls: what processes get and answer that are called; None if they run commands.
 
     Attributes:
         job: the state of the attempt.
@@ -98,17 +92,10 @@ class Supervisor:
         events: EventPipe | None = None,
         is_quiet: bool = False,
         calls: Calls | None = None,
-        goes_on: bool = False,
-        restarts: Restarts | None = None,
-        replicas: bool = False,
-        waits: bool = False,
     ) -> None:
-        self._replicas = replicas
-        self._waits = waits
         self.selector = selectors.DefaultSelector()
         self.job = Job((), time.monotonic(), grace, launched)
-        self._goes_on = goes_on
-        self._restarts = restarts
+        self._losses = LossPolicy()
         self._output = output
         self._err = err
         self._sinks = {*output.sinks, err}
@@ -140,20 +127,23 @@ class Supervisor:
         listening: socket.socket | None = None,
         secret: bytes | None = None,
         elsewhere: Callable[[Process], Assignment] | None = None,
+        losses: LossPolicy | None = None,
     ) -> int:
         """Start all processes, wait until all have ended, print how, and return the job's exit code.
 
         Args:
             assignments: the processes that each host starts, in order.
             listening: the socket of a scheduler (or rank 0) of this machine.
-            secret: the key that encrypts the job's traffic; None encrypts nothing.
-            elsewhere: chooses a new place for a process whose host was lost; None if all run on this machine.
+            secret: what encrypts the job's traffic.
+            elsewhere: finds another place for a process whose host was lost; None if all run on this machine.
+            losses: what follows when a process is lost.
 
         Raises:
             CommandError: a process could not be started; none is left.
             ConfigError: log files cannot be written; no process was started.
         """
         self._listening, self._secret, self._elsewhere = listening, secret, elsewhere
+        self._losses = losses or self._losses
         self._expect(assignments)
         with self:
             try:
@@ -178,8 +168,8 @@ class Supervisor:
 
     @property
     def _keeps_socket(self) -> bool:
-        """Whether the root may be restarted, and needs its socket then."""
-        return self._restarts is not None and self._restarts.concerns(SCHEDULER)
+        """Whether the root may be started again, and needs its socket then."""
+        return Role.SCHEDULER in self._losses.restarted
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
@@ -199,8 +189,7 @@ class Supervisor:
         self._alive = {process.node for process in processes}
         self._with_stdin = next((process.node for process in processes if process.has_stdin), None)
         nodes = [one.node for one in processes]
-        policy = (self._goes_on, self._restarts, self._replicas, self._waits)
-        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, *policy)
+        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, self._losses)
         named = ((node, host.host) for node, host in self._host_of.items())
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)

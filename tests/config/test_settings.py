@@ -379,9 +379,9 @@ def test_where_all_wait_for_lost_workers_nothing_goes_on_without_them(changes, t
 
 def test_lost_workers_are_waited_for_as_long_as_it_takes_to_start_one_by_hand():
     told = {**MXNET, "KVDIST_ON_LOSS": "wait"}
-    assert cluster_from_env(told).return_limit_s == 600.0
-    assert cluster_from_env({**told, "KVDIST_RETURN_S": "7"}).return_limit_s == 7.0
-    assert cluster_from_env({**told, "KVDIST_ON_LOSS": "continue"}).return_limit_s == 0.0
+    assert cluster_from_env(told).loss_policy.return_limit_s == 600.0
+    assert cluster_from_env({**told, "KVDIST_RETURN_S": "7"}).loss_policy.return_limit_s == 7.0
+    assert cluster_from_env({**told, "KVDIST_ON_LOSS": "continue"}).loss_policy.return_limit_s == 0.0
 
 
 def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():

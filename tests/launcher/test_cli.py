@@ -81,8 +81,14 @@ from tests.ports import held_port
                 "true",
             ],
             2,
-            "--snapshots d cannot bring back a store without rounds, and --policy async",
+            "--snapshots d cannot bring back a store without rounds, which dist_async and the policy async make",
         ),
+        (
+            ["-n", "2", "--on-loss", "wait", "-x", "KVDIST_SCHEDULER_AWAY_S=5", "true"],
+            2,
+            "--on-loss wait only waits for lost workers, but KVDIST_SCHEDULER_AWAY_S is 5.0: leave",
+        ),
+        (["-n", "2", "--replicas", "1", "true"], 2, "--replicas is 1, but without --on-loss the first loss ends"),
         (["-n", "2", "--min-workers", "2", "true"], 2, "--min-workers 2: with fewer a job waits for workers that come"),
         (
             ["-n", "2", "--on-loss", "continue", "--min-workers", "3", "true"],

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.config.losses import LossPolicy
 from kvdist.errors import INCOMPLETE
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.version import __version__
@@ -88,8 +89,8 @@ def test_the_first_failure_is_named_and_later_ones_are_not():
 @each(
     "node, status, options, cure",
     [
-        (server(1), -9, {"goes_on": True}, WITHOUT_COPY),
-        (server(1), -9, {"goes_on": True, "waits": True}, "--on-loss continue --replicas 1 lets another server go on"),
+        (server(1), -9, {"losses": LossPolicy("continue")}, WITHOUT_COPY),
+        (server(1), -9, {"losses": LossPolicy("wait")}, "--on-loss continue --replicas 1 lets another server go on"),
         (server(1), -15, {}, "--on-loss continue --replicas 1 lets another server go on"),
         (worker(1), -11, {}, "-x PYTHONFAULTHANDLER=1 shows the line where it crashed; --on-loss continue"),
         (worker(1), -15, {"nodes": NODES[3:]}, "--on-worker-exit restart:N starts the job again"),
@@ -571,7 +572,7 @@ def test_the_summary_of_an_earlier_job_is_removed_if_it_is_there(tmp_path):
 
 
 def surviving_job() -> Job:
-    job = Job(NODES, now=100.0, grace=GRACE, goes_on=True)
+    job = Job(NODES, now=100.0, grace=GRACE, losses=LossPolicy("continue"))
     job.started([(node, "") for node in NODES], 100.0)
     return job
 
@@ -590,7 +591,7 @@ def test_a_job_that_goes_on_tells_who_was_lost_and_ends_well_with_the_others():
 
 @pytest.mark.parametrize("replicas", [True, False])
 def test_a_job_goes_on_without_a_server_of_which_another_has_a_copy(replicas):
-    job = Job(NODES, now=100.0, grace=GRACE, goes_on=True, replicas=replicas)
+    job = Job(NODES, now=100.0, grace=GRACE, losses=LossPolicy("continue", replicas=int(replicas)))
     job.started([(node, "") for node in NODES], 100.0)
     (said,) = end(job, 101.0, (server(0), -signal.SIGKILL)) or job.tick(101.5)
     told = "; the others go on if one has a copy of all that it had"

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.config.losses import LossPolicy
 from kvdist.nodes import SCHEDULER, Role, server, worker
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.job import GracePeriods, Job, Restart, Say, SendSignal, summary
@@ -140,8 +141,9 @@ def test_others_than_workers_are_started_again_after_a_signal_if_their_role_can_
 # The job.
 
 
-def new_job(goes_on=True, limit=5, roles=(Role.WORKER,)):
-    job = Job(NODES, 100.0, GracePeriods(5.0, 5.0, 2.0), goes_on=goes_on, restarts=Restarts(limit, roles))
+def new_job(limit=5, **losses):
+    losses = LossPolicy(**{"on_loss": "continue", "restart": limit, **losses})
+    job = Job(NODES, 100.0, GracePeriods(5.0, 5.0, 2.0), losses=losses)
     job.started([(node, "") for node in NODES], 100.0)
     return job
 
@@ -201,7 +203,7 @@ def test_many_ends_of_one_kind_are_counted():
     ],
 )
 def test_who_was_at_work_in_this_life_is_started_again_at_once(who, told, delay_s):
-    job, now = new_job(limit=99, roles=set(Role)), 100.0
+    job, now = new_job(limit=99, snapshots="/d"), 100.0
     for life in (0, 1):
         now += HEALTHY_S
         job.ended([ended(who, life=life)], now)
@@ -250,13 +252,17 @@ def test_the_same_exception_twice_fails_the_job_with_a_sentence():
     )
 
 
-@each("goes_on, exit_code", [(True, 0), (False, 137)])
-def test_a_worker_that_may_not_be_started_again_is_lost(goes_on, exit_code):
-    job = new_job(goes_on, limit=1)
+@each("on_loss, exit_code", [("continue", 0), ("fail", 137)])
+def test_a_worker_that_may_not_be_started_again_is_lost(on_loss, exit_code):
+    job = new_job(limit=1, on_loss=on_loss)
     job.ended([ended()], 101.0)
     again(job, worker(1), 101.0)
     (said,) = job.ended([ended(life=1)], 102.0) or job.tick(102.5)
-    assert "not started again, as it has been once (--restart 1)" in said.text if goes_on else "waiting" in said.text
+    assert (
+        "not started again, as it has been once (--restart 1)" in said.text
+        if on_loss == "continue"
+        else "waiting" in said.text
+    )
     finish(job, 103.0, 0)
     assert (job.is_over, job.exit_code()) == (True, exit_code)
 
@@ -292,7 +298,7 @@ def test_who_has_not_joined_the_others_when_they_finish_is_ended(has_joined):
 @each("at_once", [True, False])
 @each("one", [ended(SCHEDULER), ended(server(0)), ended(server(0), 255, lost="no answer")])
 def test_a_scheduler_or_server_that_is_lost_when_all_workers_have_finished_fails_nothing(one, at_once):
-    job = new_job(roles=(Role.WORKER, Role.SCHEDULER, Role.SERVER))
+    job = new_job(snapshots="/d")
     finished = [ended(worker(0), 0), ended(worker(1), 0)]
     told = job.ended([*finished, one] if at_once else finished, 101.0)
     told += [] if at_once else job.ended([one], 101.1)

@@ -24,7 +24,7 @@ from kvdist.training.local_steps import OuterSteps, split_evenly
 from kvdist.training.model import Model
 from kvdist.training.parameters import collect
 from kvdist.training.quota import QuorumSteps, QuotaSteps
-from kvdist.training.trainer_config import require_policy
+from kvdist.training.trainer_config import check_losses
 from tests.cases import each
 
 SIZES = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
@@ -65,11 +65,11 @@ def test_nobody_promises_the_weights_of_an_undisturbed_run_where_a_lost_worker_t
     store = KVStore(LocalBackend("local"))
     for on_loss in ("continue", "fail"):
         store._backend.on_loss = on_loss
-        require_policy(policy_from(f"local_sgd:4,{words}"), 1, None, False, store)
+        check_losses(store, policy_from(f"local_sgd:4,{words}"))
     store._backend.on_loss = "wait"
-    require_policy(policy_from("local_sgd:4"), 1, None, False, store)
+    check_losses(store, policy_from("local_sgd:4"))
     with pytest.raises(kvdist.ConfigError, match="leave fragments and delay out, or use continue"):
-        require_policy(policy_from(f"local_sgd:4,{words}"), 1, None, False, store)
+        check_losses(store, policy_from(f"local_sgd:4,{words}"))
 
 
 class Queue:

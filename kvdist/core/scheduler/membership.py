@@ -366,7 +366,7 @@ class Membership:
             )
         count = config.num_workers if role is Role.WORKER else config.num_servers
         if role is Role.WORKER and self.is_complete:
-            count = config.most_workers
+            count = config.loss_policy.most_workers
         if hello.wanted_rank >= count:
             raise errors.ConfigError(f"it asks for rank {hello.wanted_rank}, but there are only {count} {role}(s)")
         if hello.wanted_rank < 0:

@@ -30,7 +30,6 @@ from kvdist.checkpoint.snapshot import EVERYTHING, Manifest, Sweep
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.checkpoints import Checkpoints, FolderClaim, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
@@ -354,15 +353,10 @@ class Rollback:
             return max(self._interval_s, took_s)
         return max(took_s, math.sqrt(2.0 * took_s * FAILURES_APART_S), LOOK_AGAIN_S)
 
-    def refusal(self, message: msg.Declare | msg.Configure) -> str:
-        """Return why a store or an optimizer cannot be used with snapshots; '' if it can."""
-        if isinstance(message, msg.Declare) and not POLICIES[message.mode].is_lockstep:
-            return (
-                "snapshots (--snapshots, KVDIST_SNAPSHOTS) cannot bring back a store without rounds (dist_async, the"
-                " policy async): take --replicas 1 instead, which loses no push"
-            )
+    def refusal(self, message: msg.Configure) -> str:
+        """Return why an optimizer cannot be used with snapshots; '' if it can."""
         optimizers = self._keys.optimizers
-        if isinstance(message, msg.Configure) and optimizers and message.store not in optimizers:
+        if optimizers and message.store not in optimizers:
             return "snapshots (KVDIST_SNAPSHOTS) cannot bring back a second store with an optimizer: leave one out"
         return ""
 

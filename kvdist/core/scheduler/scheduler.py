@@ -36,17 +36,6 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
 BarrierWord = tuple[str, int]
 """Statement of a worker at a barrier, and rank of the giver, the worker whose values all workers get, or -1."""
 
-NO_LEASES = (
-    "KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which makes each worker's steps again as they were, and a"
-    " QueueSampler gives the examples of a lost worker to others: use a SplitSampler, or continue"
-)
-
-ASYNCHRONOUS = frozenset(name for name, policy in POLICIES.items() if not policy.is_lockstep)
-NO_LEAST = (
-    "KVDIST_MIN_WORKERS is {} (kvdist-launch --min-workers), below which training waits, and rounds of a dist_async"
-    " store wait for no worker: leave it out, or use a store such as 'dist'"
-)
-
 ROSTER_GAP_S = 0.001
 """Time between two rosters, for each member: a roster for all members costs the square of their number, and a thousand
 workers may leave at nearly the same time."""
@@ -104,7 +93,8 @@ class Scheduler(fx.Machine):
             parts = (self.membership, self.keys, self._questions, self.checkpoints, self.newcomers, self)
             self.rollback = Rollback(config, now, *parts)
             self.checkpoints.after_load = self.rollback.forget
-        self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
+        can_return = config.loss_policy.return_limit_s > 0
+        self.losses = Losses(self.membership, self.keys, self.on_loss, can_return, self._doomed)
         self.leases: Leases | None = None
         """Leases of examples; None until a worker asks for a lease, or a checkpoint with leases is loaded."""
         self.verdicts: Verdicts | None = None
@@ -214,12 +204,8 @@ class Scheduler(fx.Machine):
         match message:
             case msg.Hello():
                 return self._hello(sender, message, now)
-            case msg.Declare(request, mode=mode) if (
-                is_worker and mode in ASYNCHRONOUS and (self.config.min_workers or 0) > 1
-            ):
-                return [
-                    fx.Send(sender, msg.Failed(request, msg.ErrorCode.CONFIG, NO_LEAST.format(self.config.min_workers)))
-                ]
+            case msg.Declare(request, mode=mode) if is_worker and (why := self._why_not(mode)):
+                return [fx.Send(sender, msg.Failed(request, msg.ErrorCode.CONFIG, why))]
             case msg.Declare() if is_worker:
                 return self.keys.declare(sender, message, now)
             case msg.Configure() if is_worker:
@@ -248,8 +234,8 @@ class Scheduler(fx.Machine):
                 return self._goodbye(sender, message, now)
             case msg.Goodbye() if message.failure:
                 return self._lost(sender, message.failure, now)
-            case msg.Lease() if is_worker and self.on_loss is msg.OnLoss.WAIT:
-                return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, NO_LEASES))]
+            case msg.Lease() if is_worker and (why := replace(self.config.loss_policy, leases=True).refusal()):
+                return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, why))]
             case msg.Lease() if is_worker:
                 return self._with_leases().lease(sender, message, now)
             case msg.Used() if is_worker:
@@ -400,7 +386,7 @@ class Scheduler(fx.Machine):
 
     def welcome(self, stranger: Member, member: Member) -> list[fx.Effect]:
         """Tell an admitted process which member it is, and know it by this name from then on."""
-        own = (self.on_loss, self.config.away_s, self.config.replicas)
+        own = (self.on_loss, self.config.loss_policy.away_s, self.config.replicas)
         word = msg.Welcome(member.node.rank, member.incarnation, *own)
         return [fx.Send(stranger, word), fx.Bind(stranger, member)]
 
@@ -765,11 +751,12 @@ class Scheduler(fx.Machine):
         servers."""
         if member.node in self.membership.left:
             return
-        late = f"it was the last worker, and none has come back within {self.config.return_limit_s:g} s"
+        limit_s = self.config.loss_policy.return_limit_s
+        late = f"it was the last worker, and none has come back within {limit_s:g} s"
         if self.on_loss is msg.OnLoss.WAIT:
-            late = f"all have waited for its return, and it has not come back within {self.config.return_limit_s:g} s"
+            late = f"all have waited for its return, and it has not come back within {limit_s:g} s"
         self._awaited_rejoins[member.node] = (
-            now + self.config.return_limit_s,
+            now + limit_s,
             partial(self._abort, str(member), host, cause, step, f"{sentence}; {late}"),
         )
 
@@ -837,9 +824,14 @@ class Scheduler(fx.Machine):
             case msg.Hello() if sender.node.role is Role.WORKER and rollback.way_back:
                 assert self.newcomers is not None
                 return self.newcomers.delay(sender, "the others to go back to a snapshot")
-            case msg.Declare() | msg.Configure() if reason := rollback.refusal(message):
+            case msg.Configure() if reason := rollback.refusal(message):
                 return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         return None
+
+    def _why_not(self, mode: str) -> str:
+        """Return why the policy for losses excludes stores of a mode; '' if it does not."""
+        has_rounds = mode not in POLICIES or POLICIES[mode].is_lockstep
+        return replace(self.config.loss_policy, has_rounds=has_rounds).refusal()
 
     @property
     def now(self) -> float:
@@ -871,12 +863,12 @@ class Scheduler(fx.Machine):
         if self.rollback is not None and self.rollback.way_back is not None:
             self.losses.roll_back()
         self._deadlocks.forget(member, now)
-        others = len(self.membership.members)
+        others, limit_s = len(self.membership.members), self.config.loss_policy.return_limit_s
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
         if self.on_loss is msg.OnLoss.WAIT:
-            go_on = f"all wait up to {self.config.return_limit_s:g} s for its return (KVDIST_RETURN_S)"
+            go_on = f"all wait up to {limit_s:g} s for its return (KVDIST_RETURN_S)"
         elif self._awaited_rejoins:
-            go_on = f"it was the last worker; the weights wait {self.config.return_limit_s:g} s for one that comes back"
+            go_on = f"it was the last worker; the weights wait {limit_s:g} s for one that comes back"
         told = fx.Log(f"{sentence}; {go_on}")
         effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
