@@ -3,8 +3,8 @@
 Without one, workers push a gradient in each step. With `local_sgd` and `diloco` each makes steps of its own in between,
 and what its weights have changed by is what a `Trainer` pushes: traffic is divided by the number of steps. With `quota`
 workers push when all together have made a number of examples, however many each of them has made; with a ``quorum`` of
-local steps, when enough of them have made theirs. With `asynchronous` each push is a version. A policy is a class here
-and a row of `POLICIES`.
+local steps, when enough of them have made theirs. With `asynchronous` each push is a version. A policy is a class here,
+whose fields say how a text has them, and a row of `POLICIES`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, TypeAlias
 
 from kvdist.config.suggestions import did_you_mean
 
@@ -48,31 +48,52 @@ class Pace(enum.Enum):
     """Each by itself; every push is a version."""
 
 
+KINDS = ("first", "flag", "outer", "named", "word")
+"""How a text has a field, in the order of a text: its value first, its name if it is true, its value beside that of the
+other outer hyper-parameter, ``name=value`` if it is not the default, or its value always."""
+
+
+def _part(kind: str, form: str, default: Any = MISSING) -> Any:
+    """A field of a policy: its kind, and how messages show it in the form of a text."""
+    return field(default=default, metadata={"kind": kind, "form": form})
+
+
+def _parts(policy: Any) -> list[tuple[Field[Any], str]]:
+    """The fields of a policy with their kinds, in the order of a text."""
+    parts = [(each, each.metadata["kind"]) for each in fields(policy)]
+    return sorted(parts, key=lambda part: (KINDS.index(part[1]), part[0].name * (part[1] == "flag")))
+
+
+def _text(policy: Any) -> str:
+    parts = [(each, kind, getattr(policy, each.name)) for each, kind in _parts(policy)]
+    has_outer = any(value != each.default for each, kind, value in parts if kind == "outer")
+    names = [name for name, (cls, outer) in POLICIES.items() if cls is type(policy) and (outer or not has_outer)]
+    words = []
+    for each, kind, value in parts:
+        if has_outer if kind == "outer" else kind == "word" or value not in (each.default, None):
+            words.append({"flag": each.name, "named": f"{each.name}={value}"}.get(kind, str(value)))
+    return f"{names[0]}:{','.join(words)}"
+
+
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
     """Policy: each worker makes local steps, then all exchange the changes. See `local_sgd` and `diloco`.
 
     Attributes:
-        every: number of steps between two exchanges.
-        learning_rate, momentum: hyper-parameters of the outer optimizer on the servers: SGD, with Nesterov's momentum
-            unless it is 0.
-        fragments: number of groups of parameters, which are exchanged in turn, each once in `every` steps.
-        delay: number of steps between the push of a fragment and the use of the result; None for the distance of two
-            fragments, or 0 without fragments.
-        bits: bits per pushed number: 32, or 16, 8 or 4, with the rounding error kept for the next push.
-        quorum: number of workers that must have made their steps; None for all.
+        every, learning_rate, momentum, fragments, delay, bits, quorum: as in `diloco`.
 
     Raises:
         ValueError: a number is out of range.
     """
 
-    every: int
-    learning_rate: float = 1.0
-    momentum: float = 0.0
-    fragments: int = 1
-    delay: int | None = None
-    bits: int = WHOLE
-    quorum: int | None = None
+    every: int = _part("first", ":STEPS")
+    learning_rate: float = _part("outer", "[,LEARNING_RATE,MOMENTUM]", 1.0)
+    momentum: float = _part("outer", "", 0.0)
+    fragments: int = _part("named", "[,fragments=NUMBER]", 1)
+    delay: int | None = _part("named", "[,delay=STEPS]", None)
+    bits: int = _part("named", "[,bits=16|8|4]", WHOLE)
+    quorum: int | None = _part("named", "[,quorum=WORKERS]", None)
+    __str__ = _text
 
     @property
     def pace(self) -> Pace:
@@ -80,10 +101,7 @@ class LocalSteps:
         return Pace.TOGETHER if self.quorum is None else Pace.OWN
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or not 1 <= self.every <= EVERY_MAX:
-            raise ValueError(
-                f"{self.every!r} steps between two exchanges; it must be a whole number from 1 to {EVERY_MAX}"
-            )
+        _require_whole("", self.every, "steps between two exchanges", 1, EVERY_MAX)
         _require_outer(self.learning_rate, self.momentum)
         if type(self.fragments) is not int or not 1 <= self.fragments <= self.every:
             raise ValueError(
@@ -111,37 +129,26 @@ class LocalSteps:
             return self.every // self.fragments if self.fragments > 1 else 0
         return self.delay
 
-    def __str__(self) -> str:
-        numbers = (self.learning_rate, self.momentum)
-        own = f"local_sgd:{self.every}" if numbers == (1.0, 0.0) else f"diloco:{self.every},{numbers[0]},{numbers[1]}"
-        own += f",fragments={self.fragments}" if self.fragments > 1 else ""
-        own += "" if self.delay is None else f",delay={self.delay}"
-        own += _bits_word(self.bits)
-        return own + ("" if self.quorum is None else f",quorum={self.quorum}")
-
 
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Policy: the workers exchange when all together have processed a number of examples. See `quota`.
 
     Attributes:
-        samples: least number of examples per exchange.
-        local_steps: True: each worker makes local steps in the meantime. False: it accumulates gradients.
-        exact: whether workers wait for the new weights before they go on.
-        learning_rate, momentum: hyper-parameters of the outer optimizer for local steps, as in `LocalSteps`.
-        bits: bits per pushed number, as in `LocalSteps`.
+        samples, local_steps, exact, learning_rate, momentum, bits: as in `quota`.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     pace: ClassVar = Pace.OWN
-    samples: int
-    local_steps: bool = False
-    exact: bool = False
-    learning_rate: float = 1.0
-    momentum: float = 0.0
-    bits: int = WHOLE
+    samples: int = _part("first", ":SAMPLES")
+    local_steps: bool = _part("flag", "[,local_steps]", False)
+    exact: bool = _part("flag", "[,exact]", False)
+    learning_rate: float = _part("outer", "[,LEARNING_RATE,MOMENTUM]", 1.0)
+    momentum: float = _part("outer", "", 0.0)
+    bits: int = _part("named", "[,bits=16|8|4]", WHOLE)
+    __str__ = _text
 
     def __post_init__(self) -> None:
         _require_whole("a quota of", self.samples, "examples", 1, QUOTA_MAX)
@@ -153,37 +160,29 @@ class Quota:
         _require_outer(self.learning_rate, self.momentum)
         _require_bits(self.bits)
 
-    def __str__(self) -> str:
-        words = [str(self.samples)] + ["exact"] * self.exact + ["local_steps"] * self.local_steps
-        numbers = (self.learning_rate, self.momentum)
-        words += [] if numbers == (1.0, 0.0) else map(str, numbers)
-        return f"quota:{','.join(words)}{_bits_word(self.bits)}"
-
 
 @dataclass(frozen=True, slots=True)
 class Asynchronous:
     """Policy: each gradient is an update, unless it is too old. See `asynchronous`.
 
     Attributes:
-        max_delay: greatest age of a gradient's weights, in versions; None for no limit.
-        damping: weight of late gradients: ``'none'``, ``'sqrt'`` or ``'inverse'``.
+        max_delay, damping: as in `asynchronous`.
 
     Raises:
         ValueError: a number is out of range, or `damping` is unknown.
     """
 
     pace: ClassVar = Pace.ALONE
-    max_delay: int | None = None
-    damping: str = "none"
+    max_delay: int | None = _part("first", ":[MAX_DELAY]", None)
+    damping: str = _part("word", "[,none|sqrt|inverse]", "none")
+    __str__ = _text
 
     def __post_init__(self) -> None:
         if self.max_delay is not None:
             _require_whole("a delay of at most", self.max_delay, "versions", 0, DELAY_MAX)
-        _require_damping(self.damping)
-
-    def __str__(self) -> str:
-        words = ([] if self.max_delay is None else [str(self.max_delay)]) + [self.damping]
-        return f"async:{','.join(words)}"
+        if self.damping not in DAMPINGS:
+            known = ", ".join(map(repr, DAMPINGS))
+            raise ValueError(f"damping is {self.damping!r}; it must be one of {known}")
 
 
 TrainingPolicy: TypeAlias = LocalSteps | Quota | Asynchronous
@@ -203,15 +202,6 @@ def _require_whole(before: str, number: object, unit: str, least: int, most: int
 def _require_bits(bits: object) -> None:
     if bits not in COMPRESSIONS:
         raise ValueError(f"numbers of {bits!r} bits; they can be of 32, 16, 8 or 4")
-
-
-def _bits_word(bits: int) -> str:
-    return f",bits={bits}" if bits < WHOLE else ""
-
-
-def _require_damping(damping: object) -> None:
-    if damping not in DAMPINGS:
-        raise ValueError(f"damping is {damping!r}; it must be one of {', '.join(map(repr, DAMPINGS))}")
 
 
 def _require_outer(learning_rate: float, momentum: float) -> None:
@@ -343,48 +333,41 @@ def asynchronous(max_delay: int | None = None, *, damping: str = "none") -> Asyn
 
 # Policies as text.
 
-
-def _local_sgd(every: int, **named: int) -> LocalSteps:
-    return local_sgd(every, **named)
-
-
-def _diloco(every: int, *outer: float, **named: int) -> LocalSteps:
-    return diloco(every, *_outer(outer, 0.7, 0.9), **named)
-
-
-def _quota(samples: int, *outer: float, local_steps: bool = False, exact: bool = False, bits: int = WHOLE) -> Quota:
-    return Quota(samples, local_steps, exact, *_outer(outer, 1.0, 0.0), bits)
-
-
-def _asynchronous(max_delay: int | None = None, **damping: bool) -> Asynchronous:
-    return Asynchronous(max_delay, *damping)
-
-
-def _outer(given: tuple[float, ...], rate: float, momentum: float) -> tuple[float, float]:
-    """Learning rate and momentum, both or none of which are given."""
-    if len(given) not in (0, 2):
-        raise TypeError
-    rate, momentum = given or (rate, momentum)
-    return float(rate), float(momentum)
-
-
-class _TextForm(NamedTuple):
-    """How the text of a policy is read."""
-
-    of: Callable[..., TrainingPolicy | None]
-    """Takes the numbers, in order, then words as ``word=True``, and ``word=number``. A `TypeError` or `ValueError`
-    means that they do not fit."""
-    forms: str
-
-
-_MORE = "[,fragments=NUMBER][,delay=STEPS][,bits=16|8|4][,quorum=WORKERS]"
-POLICIES = {
-    "sync": _TextForm(lambda: None, "sync"),
-    "local_sgd": _TextForm(_local_sgd, f"local_sgd:STEPS{_MORE}"),
-    "diloco": _TextForm(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
-    "quota": _TextForm(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM][,bits=16|8|4]"),
-    "async": _TextForm(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),
+POLICIES: dict[str, tuple[Any, tuple[float, float] | None]] = {
+    "sync": (None, None),
+    "local_sgd": (LocalSteps, None),
+    "diloco": (LocalSteps, (0.7, 0.9)),
+    "quota": (Quota, (1.0, 0.0)),
+    "async": (Asynchronous, None),
 }
+"""Name of a policy → its class, and learning rate and momentum of a text without them; None if no text has them."""
+
+
+def _form(name: str, cls: Any, outer: tuple[float, float] | None) -> str:
+    """How messages show the text of a policy."""
+    parts = _parts(cls) if cls else []
+    return name + "".join(each.metadata["form"] for each, kind in parts if outer or kind != "outer")
+
+
+def _read(name: str, numbers: list[float], words: Mapping[str, float]) -> TrainingPolicy | None:
+    """The policy of a text; raises a `TypeError` for a word too many or too few, a `ValueError` for a wrong value."""
+    cls, outer = POLICIES[name]
+    kinds = {each.name: kind for each, kind in _parts(cls)} if cls else {}
+    values: dict[str, Any] = dict(zip((name for name, kind in kinds.items() if kind == "first"), numbers, strict=False))
+    numbers = numbers[len(values) :]
+    if len(numbers) not in ((0, 2) if outer else (0,)):
+        raise TypeError
+    values |= zip(("learning_rate", "momentum"), map(float, numbers or outer), strict=True) if outer else {}
+    for word, value in words.items():
+        is_field = kinds.get(word, "word") not in ("word", "outer")
+        key = word if is_field else next((name for name, kind in kinds.items() if kind == "word"), "")
+        if not key or key in values:
+            raise TypeError
+        values[key] = value if is_field else word
+    policy: TrainingPolicy | None = cls(**values) if cls else None
+    return policy
+
+
 REMOVED = {
     "ssp": (
         "async, or to drop late gradients async:MAX_DELAY, which counts the steps of all other workers (p - 1 is normal"
@@ -397,7 +380,7 @@ REMOVED = {
     ),
 }
 """Policies of 0.2 and before → what to write instead, for error messages."""
-OFFERED = {name: form.forms for name, form in POLICIES.items()}
+OFFERED = {name: _form(name, *policy) for name, policy in POLICIES.items()}
 """The forms that messages offer, by name."""
 EXAMPLES = {"quota": 512, "local_sgd": 20, "diloco": 100}
 """Numbers for a policy whose number is missing."""
@@ -425,23 +408,22 @@ def policy_from(text: str) -> TrainingPolicy | None:
                 named[word] = True
             else:
                 positional.append(_number(word))
-        reader = POLICIES[name].of
-    except KeyError:
-        near = did_you_mean(name, OFFERED)
-        raise ValueError(f"there is no policy {text!r}: {near or f'write {FORMS}'}") from None
     except ValueError:
         raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
+    if name not in POLICIES:
+        near = did_you_mean(name, OFFERED)
+        raise ValueError(f"there is no policy {text!r}: {near or f'write {FORMS}'}")
     try:
-        return reader(*positional, **named)
+        return _read(name, positional, named)
     except TypeError:
         raise ValueError(_misfit(text, name, rest, named)) from None
     except ValueError as error:
-        raise ValueError(f"the policy {text!r} is not possible: {error}; write {POLICIES[name].forms}") from None
+        raise ValueError(f"the policy {text!r} is not possible: {error}; write {OFFERED[name]}") from None
 
 
 def _misfit(text: str, name: str, rest: str, named: Iterable[str]) -> str:
     """What a policy's text has too much or too little of, and what to write."""
-    forms = POLICIES[name].forms
+    forms = OFFERED[name]
     required = re.match(rf"{name}:([A-Z_]+)", forms)
     if not rest and required:
         return f"the policy {text!r} lacks its number of {required[1]}: write {name}:{EXAMPLES.get(name, 1)}"
