@@ -34,14 +34,21 @@ from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.hosts import Host
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import parse_options
-from kvdist_launch.output import JobOutput, LogFiles, TextSink
+from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import EventPipe, LocalProcesses, SignalPipe
 from kvdist_launch.request import ROLE_COMMAND, Request, job_of
 from kvdist_launch.request import hosts_of as request_hosts
 from kvdist_launch.root_socket import LOOPBACK, listening_here, port_of, ports_of
-from kvdist_launch.run_cli import NOT_ENCRYPTED, hosts_of, security_between, ssh_option_of
+from kvdist_launch.run_cli import (
+    FOREIGN_NAMES,
+    NOT_ENCRYPTED,
+    hosts_of,
+    security_between,
+    ssh_option_of,
+    without_effect,
+)
 from kvdist_launch.security import NONE, PLAIN_HERE, Security, security_of
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Interrupted, Supervisor
@@ -158,11 +165,7 @@ def run(
             or a host cannot take part.
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
-    del disable_cache, use_gloo, use_mpi, mpi_args
-    _refuse_elastic(
-        min_num_proc=min_num_proc, max_num_proc=max_num_proc, slots=slots, reset_limit=reset_limit,
-        cooldown_range=cooldown_range, host_discovery_script=host_discovery_script, min_np=min_np, max_np=max_np,
-    )  # fmt: skip
+    _check_foreign(locals(), bool(verbose))
     count = np if np is not None else num_proc if num_proc is not None else 1
     for name, number, least in (("np", count, 1), ("servers", servers, 0)):
         if number < least:
@@ -223,13 +226,14 @@ class _Wanted:
         return (self.executable or PYTHON, *module_words("kvdist_launch.worker_main"))
 
 
-def _refuse_elastic(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} is {value!r}: training while processes come and go is not possible yet; leave it out, and give"
-                " num_proc, the number of workers for the whole job"
-            )
+def _check_foreign(arguments: Mapping[str, object], is_verbose: bool) -> None:
+    """Refuse arguments of Horovod's that would change the job, and warn of those without effect."""
+    foreign = [name for name in FOREIGN_NAMES if arguments.get(name) is not None]
+    for name in foreign:
+        if FOREIGN_NAMES[name].is_refused:
+            raise ConfigError(f"{name} is {arguments[name]!r}: {FOREIGN_NAMES[name].why}")
+    if foreign and is_verbose:
+        print(f"{PROGRAM}: {without_effect(foreign)}", file=sys.stderr, flush=True)
 
 
 def _run_calls(

@@ -1,21 +1,22 @@
 """The command ``kvdist-run``: the options of ``horovodrun`` 0.28, translated to those of ``kvdist-launch -s 0``.
 
-Most mean the same. Options that tune machinery that does not exist here are accepted and reported in one line, so that
-scripts go on working; options that would change the number of processes are refused.
+Most mean the same. `FOREIGN` has those that do not: options that tune machinery that kvdist does not have are accepted
+with one warning, so that scripts go on working; options that would change the number of processes are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
@@ -57,43 +58,48 @@ for signal n). kvdist-launch -s 0 does the same with the options of kvdist-launc
 
 WIDTH = 78
 
-IDLE = {
-    "no cache is kept between jobs": "--disable-cache",
-    "an operation begins when it is called, so there is no cycle in which tensors are collected":
-        "--fusion-threshold-mb= --cycle-time-ms=",
-    "ranks agree on a tensor once, however many there are": "--cache-capacity=",
-    "gloo and NCCL choose how they reduce and gather":
-        "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather"
-        " --torus-allreduce --no-torus-allreduce",
-    "kvdist has nothing to tune":
-        "--autotune --no-autotune --autotune-log-file= --autotune-warmup-samples= --autotune-steps-per-sample="
-        " --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=",
-    "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them":
-        "--mpi --jsrun --mpi-threads-disable --no-mpi-threads-disable --mpi-args= --binding-args=",
-    "gloo connects processes on CPUs in any case, NCCL those on GPUs": "--gloo",
-    "NCCL follows its own variables, which reach every process": "--num-nccl-streams=",
-    "let taskset or numactl start the program": "--thread-affinity=",
-    "--prefix-output-with-timestamp begins each line with the time":
-        "--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
-}  # fmt: skip
-"""Why options have no effect → the options; ``=`` follows those with a value."""
 
-WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
-    name.removesuffix("="): (name.endswith("="), why) for why, names in IDLE.items() for name in names.split()
-}
-"""Options without effect: whether a value follows, and why."""
-TEXTS = ("--autotune-log-file", "--mpi-args", "--binding-args")
-"""Those whose value is no number."""
+class Foreign(NamedTuple):
+    """Options of ``horovodrun`` (``=`` follows those with a number, ``:`` those with a text) and arguments of
+    ``horovod.run`` that do nothing, or are refused; why, or what to do instead."""
 
-NOT_YET = "training while processes come and go is not possible yet; write -np and -H for those of the whole job"
-REFUSED: dict[str, str] = dict.fromkeys(
-    (
-        "--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--elastic-timeout",
-        "--reset-limit", "--blacklist-cooldown-range", "--host-discovery-script",
-    ),
-    NOT_YET,
+    names: str
+    why: str
+    is_refused: bool = False
+
+
+NOT_YET = "training while processes come and go is not possible yet"
+FOREIGN = (
+    Foreign("--disable-cache disable_cache", "no cache is kept between jobs"),
+    Foreign("--fusion-threshold-mb= --cycle-time-ms=",
+            "an operation begins when it is called, so there is no cycle in which tensors are collected"),
+    Foreign("--cache-capacity=", "ranks agree on a tensor once, however many there are"),
+    Foreign("--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather"
+            " --torus-allreduce --no-torus-allreduce", "gloo and NCCL choose how they reduce and gather"),
+    Foreign("--autotune --no-autotune --autotune-log-file: --autotune-warmup-samples= --autotune-steps-per-sample="
+            " --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=", "kvdist has nothing to tune"),
+    Foreign("--mpi --jsrun --mpi-threads-disable --no-mpi-threads-disable --mpi-args: --binding-args: use_mpi mpi_args",
+            "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them"),
+    Foreign("--gloo use_gloo", "gloo connects processes on CPUs in any case, NCCL those on GPUs"),
+    Foreign("--num-nccl-streams=", "NCCL follows its own variables, which reach every process"),
+    Foreign("--thread-affinity=", "let taskset or numactl start the program"),
+    Foreign("--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
+            "--prefix-output-with-timestamp begins each line with the time"),
+    Foreign("--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit"
+            " --blacklist-cooldown-range --host-discovery-script",
+            f"{NOT_YET}; write -np and -H for those of the whole job", is_refused=True),
+    Foreign("min_num_proc max_num_proc slots reset_limit cooldown_range host_discovery_script min_np max_np",
+            f"{NOT_YET}; leave it out, and give num_proc, the number of workers for the whole job", is_refused=True),
 )  # fmt: skip
-"""Options that are refused: what to do instead."""
+"""All that is accepted without effect, with one warning, or refused."""
+
+FOREIGN_NAMES = {name: row for row in FOREIGN for name in re.findall("[^=: ]+", row.names)}
+
+
+def without_effect(names: Iterable[str]) -> str:
+    """The warning about options or arguments that have no effect."""
+    return "; ".join(f"{name} has no effect: {FOREIGN_NAMES[name].why}" for name in names)
+
 
 CONFIG_SECTIONS = {
     "params": "",
@@ -184,14 +190,13 @@ def new_parser() -> argparse.ArgumentParser:
     description = "Start processes that train together without servers, with the options of horovodrun."
     parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
     without = parser.add_argument_group("without effect")
-    for name, (has_value, _) in WITHOUT_EFFECT.items():
-        of_value = str if name in TEXTS else _number
-        kind: dict[str, Any] = {"type": of_value} if has_value else {"action": "store_true"}
-        without.add_argument(name, help=argparse.SUPPRESS, **kind)
-    idle = ", ".join(WITHOUT_EFFECT)
+    options = [(name, row.is_refused) for row in FOREIGN for name in row.names.split() if name.startswith("-")]
+    kinds: dict[str, dict[str, Any]] = {"=": {"type": _number}, ":": {"type": str}}
+    for name, is_refused in options:
+        kind = {"nargs": "*"} if is_refused else kinds.get(name[-1], {"action": "store_true"})
+        without.add_argument(name.rstrip("=:"), help=argparse.SUPPRESS, **kind)
+    idle = ", ".join(name.rstrip("=:") for name, is_refused in options if not is_refused)
     without.description = textwrap.fill(f"accepted, with a note: {idle}", WIDTH, break_on_hyphens=False)
-    for name in REFUSED:
-        parser.add_argument(name, help=argparse.SUPPRESS, nargs="*")
     return parser
 
 
@@ -205,13 +210,14 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
     parser = new_parser()
     own = _with_config_file(own, parser)
     given = {word.partition("=")[0] for word in own}
-    for name, advice in REFUSED.items():
-        if name in given:
-            parser.error(f"{name}: {advice}")
+    foreign = [name for name in FOREIGN_NAMES if name in given]
+    for name in foreign:
+        if FOREIGN_NAMES[name].is_refused:
+            parser.error(f"{name}: {FOREIGN_NAMES[name].why}")
     options = parser.parse_args(own)
     if options.num_proc is None:
         parser.error("the number of processes is missing: write -np PROCESSES")
-    return options, [name for name in WITHOUT_EFFECT if name in given], command
+    return options, foreign, command
 
 
 def _with_config_file(own: list[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -300,8 +306,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
 
 VALUED = frozenset(
     [name for _, options in GROUPS for names, told in options if "type" in told for name in names]
-    + [name for name, (has_value, _) in WITHOUT_EFFECT.items() if has_value]
-    + list(REFUSED)
+    + [name.rstrip("=:") for row in FOREIGN for name in row.names.split() if row.is_refused or name[-1] in "=:"]
 )
 """The options whose value may be the next word."""
 
@@ -324,8 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: argparse answered (``--help``, ``--version``, ``--check-build``) or refused the options.
     """
     own, idle, command = parse(sys.argv[1:] if argv is None else argv)
-    for name in idle:
-        _say(f"{name} has no effect: {WITHOUT_EFFECT[name][1]}")
+    if idle:
+        _say(without_effect(idle))
     try:
         request = request_of(own, command, os.environ, socket.gethostname())
     except ConfigError as error:

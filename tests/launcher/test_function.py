@@ -99,6 +99,7 @@ def test_the_words_of_horovod_are_taken_and_verbose_lets_the_launcher_speak(caps
     said = capsys.readouterr().err
     assert "kvdist-launch: worker-0 on localhost: local rank 0 of 1, cross rank 0 of 1\n" in said
     assert "kvdist-launch: 1 worker finished in " in said
+    assert "kvdist-launch: use_gloo has no effect: gloo connects processes on CPUs in any case" in said
 
 
 def test_lambdas_closures_and_large_values_travel():

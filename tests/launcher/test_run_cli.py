@@ -7,7 +7,7 @@ import pytest
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
 from kvdist_launch.request import Request
-from kvdist_launch.run_cli import REFUSED, WITHOUT_EFFECT, main, parse, request_of
+from kvdist_launch.run_cli import FOREIGN, FOREIGN_NAMES, main, parse, request_of
 from tests.cases import each
 
 MACHINE = "node1.example.org"
@@ -164,20 +164,22 @@ def test_a_configuration_file_that_cannot_be_used_is_a_usage_error(capsys, tmp_p
     assert message in capsys.readouterr().err
 
 
-@each("name", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_taken_with_a_line_that_says_why(capfd, name):
-    count, reason = WITHOUT_EFFECT[name]
-    assert main(["-np", "1", name, *["7"] * count, "true"]) == 0
-    assert f"kvdist-run: {name} has no effect: {reason}\n" in capfd.readouterr().err
+@each("row", [row for row in FOREIGN if not row.is_refused])
+def test_what_has_no_effect_is_taken_with_one_line_that_says_why(capfd, row):
+    options = [name for name in row.names.split() if name.startswith("-")]
+    words = [word for name in options for word in [name.rstrip("=:"), *["7"] * (name[-1] in "=:")]]
+    assert main(["-np", "1", *words, "true"]) == 0
+    told = "; ".join(f"{name.rstrip('=:')} has no effect: {row.why}" for name in options)
+    assert f"kvdist-run: {told}\n" in capfd.readouterr().err
 
 
-@each("name", REFUSED)
+@each("name", [name for name, row in FOREIGN_NAMES.items() if row.is_refused and name.startswith("-")])
 def test_what_is_not_possible_is_refused(capsys, name):
     for words in ([name, "2"], [f"{name}=2"]):
         with pytest.raises(SystemExit) as caught:
             main(["-np", "1", *words, "true"])
         assert caught.value.code == 2
-        assert f"kvdist-run: error: {name}: {REFUSED[name]}" in capsys.readouterr().err
+        assert f"kvdist-run: error: {name}: {FOREIGN_NAMES[name].why}" in capsys.readouterr().err
 
 
 @each(
@@ -267,7 +269,7 @@ def test_the_help_names_every_option(capsys):
     shown = capsys.readouterr().out
     for name in ("-np", "-H", "-hostfile", "--start-timeout", "--output-filename", "--timeline-filename", "-cb"):
         assert name in shown
-    assert all(name in " ".join(shown.split()) for name in WITHOUT_EFFECT)
+    assert all(name in " ".join(shown.split()) for name in FOREIGN_NAMES if name.startswith("--no-"))
 
 
 def test_the_time_for_gloo_is_that_for_the_start_where_no_other_is_given():
