@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 import os
 import shlex
 import shutil
@@ -391,13 +392,11 @@ def _task_script(spec: RoleSpec, is_secret: bool, restarts: int) -> list[str]:
     return [*lines, *run_again(spec.argv, restarts, " </dev/null"), "}"]
 
 
-# Kubernetes: a JobSet with one replicated job a role, a headless service, and a secret, as YAML.
+# Kubernetes: a list of a JobSet with one replicated job a role, a headless service, and a secret, as JSON.
 #
 # Ranks are the completion indexes of indexed jobs. The JobSet succeeds when all workers have. It needs the JobSet
-# controller (jobset.x-k8s.io) in the cluster; Kubernetes itself has no job with several roles. Every text is written in
-# double quotes, so that YAML can read it as nothing else.
+# controller (jobset.x-k8s.io) in the cluster; Kubernetes itself has no job with several roles.
 
-ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 FAILURES_FIELD = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 SECRET_FOLDER = "/run/kvdist"
@@ -414,94 +413,6 @@ for _ in range(300):
 """
 """A pod's name resolves a moment after the pod runs; a process that asks too early would fail."""
 
-SECRET = """\
-apiVersion: "v1"
-kind: "Secret"
-metadata:
-  name: "{name}"
-type: "Opaque"
-data:
-  secret: "{secret}"
----
-"""
-
-JOBSET = """\
-apiVersion: "v1"
-kind: "Service"
-metadata:
-  name: "{name}"
-spec:
-  clusterIP: "None"
-  publishNotReadyAddresses: true
-  selector:
-    "jobset.sigs.k8s.io/jobset-name": "{name}"
----
-apiVersion: "jobset.x-k8s.io/v1alpha2"
-kind: "JobSet"
-metadata:
-  name: "{name}"
-spec:
-  network:
-    enableDNSHostnames: true
-    subdomain: "{name}"
-    publishNotReadyAddresses: true
-  successPolicy:
-    operator: "All"
-    targetReplicatedJobs:
-      - "worker"
-  failurePolicy:
-    maxRestarts: 0
-  startupPolicy:
-    startupPolicyOrder: "InOrder"
-  replicatedJobs:
-"""
-
-ROLE = """\
-    - name: "{role}"
-      replicas: 1
-      template:
-        spec:
-          parallelism: {count}
-          completions: {count}
-          completionMode: "Indexed"
-          {again}
-          template:
-            spec:
-              restartPolicy: "Never"
-              containers:
-                - name: "{role}"
-                  image: {image}
-                  command:
-{command}                  env:
-{env}                  volumeMounts:
-                    - name: "memory"
-                      mountPath: "/dev/shm"
-{mount}              volumes:
-                - name: "memory"
-                  emptyDir:
-                    medium: "Memory"
-{volume}"""
-
-SECRET_MOUNT = f"""\
-                    - name: "secret"
-                      mountPath: "{SECRET_FOLDER}"
-                      readOnly: true
-"""
-
-SECRET_VOLUME = f"""\
-                - name: "secret"
-                  secret:
-                    secretName: "{{name}}"
-                    defaultMode: {0o400}
-"""
-
-WAIT = """\
-              initContainers:
-                - name: "wait-for-scheduler"
-                  image: {image}
-                  command:
-{command}"""
-
 
 def kubernetes(
     roles: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None, restarts: int = 0
@@ -515,26 +426,66 @@ def kubernetes(
         restarts: how often there may be a new pod for a worker.
 
     Raises:
-        ConfigError: a word or a variable has bytes that are not UTF-8, which YAML cannot hold.
+        ConfigError: a word or a variable has bytes that are not UTF-8, which JSON cannot hold.
     """
-    text = f"# kubectl apply -f FILE; logs: kubectl logs -l jobset.sigs.k8s.io/jobset-name={name} --prefix -f\n"
-    text += "" if secret is None else SECRET.format(name=name, secret=secret)
-    text += JOBSET.format(name=name)
-    for spec in roles:
-        scheduler, quoted_image = f"{name}-{Role.SCHEDULER}-0-0.{name}", yaml_text(image)
-        text += ROLE.format(
-            role=spec.role,
-            count=spec.count,
-            again=f"backoffLimitPerIndex: {restarts}" if _is_spared(spec) else "backoffLimit: 0",
-            image=quoted_image,
-            command=_items(map(_dollars, spec.argv)),
-            env=_variables_of_pod(spec, scheduler, port, secret is not None),
-            mount="" if secret is None else SECRET_MOUNT,
-            volume="" if secret is None else SECRET_VOLUME.format(name=name),
-        )
-        if spec.role is not Role.SCHEDULER:
-            text += WAIT.format(image=quoted_image, command=_items(["python", "-c", WAIT_FOR_NAME, scheduler]))
-    return text
+    metadata = {"name": name}
+    data = {"type": "Opaque", "data": {"secret": secret}}
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"jobset.sigs.k8s.io/jobset-name": name},
+    }
+    jobset = {
+        "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [str(Role.WORKER)]},
+        "failurePolicy": {"maxRestarts": 0},
+        "startupPolicy": {"startupPolicyOrder": "InOrder"},
+        "replicatedJobs": [_replicated_job(spec, name, image, port, secret is not None, restarts) for spec in roles],
+    }
+    secrets = [] if secret is None else [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, **data}]
+    items = [
+        *secrets,
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": jobset},
+    ]
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "a word or a variable of the job has bytes that are not UTF-8; JSON cannot hold them"
+        ) from None
+    return f"{text}\n"
+
+
+def _replicated_job(
+    spec: RoleSpec, name: str, image: str, port: int, is_secret: bool, restarts: int
+) -> dict[str, object]:
+    scheduler, role = f"{name}-{Role.SCHEDULER}-0-0.{name}", str(spec.role)
+    mounts: list[object] = [{"name": "memory", "mountPath": "/dev/shm"}]
+    volumes: list[object] = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    if is_secret:
+        mounts.append({"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True})
+        volumes.append({"name": "secret", "secret": {"secretName": name, "defaultMode": 0o400}})
+    container = {
+        "name": role,
+        "image": image,
+        "command": [_dollars(word) for word in spec.argv],
+        "env": _variables_of_pod(spec, scheduler, port, is_secret),
+        "volumeMounts": mounts,
+    }
+    pod: dict[str, object] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
+    if spec.role is not Role.SCHEDULER:
+        wait = ["python", "-c", WAIT_FOR_NAME, scheduler]
+        pod["initContainers"] = [{"name": "wait-for-scheduler", "image": image, "command": wait}]
+    job = {
+        "parallelism": spec.count,
+        "completions": spec.count,
+        "completionMode": "Indexed",
+        **({"backoffLimitPerIndex": restarts} if _is_spared(spec) else {"backoffLimit": 0}),
+        "template": {"spec": pod},
+    }
+    return {"name": role, "replicas": 1, "template": {"spec": job}}
 
 
 def _is_spared(spec: RoleSpec) -> bool:
@@ -542,58 +493,27 @@ def _is_spared(spec: RoleSpec) -> bool:
     return spec.role is Role.WORKER and goes_on(spec.environment)
 
 
-def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool) -> str:
-    given = sorted({**spec.environment.defaults, **spec.environment.settings}.items())
-    text = "".join(_variable(variable, _dollars(value)) for variable, value in given)
-    # The scheduler binds an address; the name of its pod stands for that only elsewhere.
-    is_scheduler = spec.role is Role.SCHEDULER
-    text += (
-        _variable("DMLC_PS_ROOT_URI", field="status.podIP")
-        if is_scheduler
-        else _variable("DMLC_PS_ROOT_URI", scheduler)
-    )
-    text += _variable("DMLC_PS_ROOT_PORT", str(port)) + _variable("KVDIST_RANK", field=RANK_FIELD)
-    if spec.role is Role.WORKER:
-        # A pod is a host of its own.
-        text += _variable("KVDIST_LOCAL_RANK", "0") + _variable("KVDIST_LOCAL_SIZE", "1")
-        text += _variable("KVDIST_CROSS_RANK", field=RANK_FIELD) + _variable("KVDIST_CROSS_SIZE", str(spec.count))
-        text += _variable(RESTARTS, field=FAILURES_FIELD) if _is_spared(spec) else ""
-    return text + (_variable("KVDIST_SECRET_FILE", f"{SECRET_FOLDER}/secret") if is_secret else "")
-
-
-def _variable(name: str, value: str = "", field: str = "") -> str:
-    """A variable of a container, with a value or with that of a field of its pod."""
-    indent = 22 * " "
-    text = f"{indent[2:]}- name: {yaml_text(name)}\n"
-    if not field:
-        return f"{text}{indent}value: {yaml_text(value)}\n"
-    return f"{text}{indent}valueFrom:\n{indent}  fieldRef:\n{indent}    fieldPath: {yaml_text(field)}\n"
-
-
-def _items(texts: Iterable[str]) -> str:
-    return "".join(f"{20 * ' '}- {yaml_text(text)}\n" for text in texts)
+def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool) -> list[object]:
+    values = {**spec.environment.defaults, **spec.environment.settings}
+    values = {variable: _dollars(values[variable]) for variable in sorted(values)}
+    values |= {"DMLC_PS_ROOT_URI": scheduler, "DMLC_PS_ROOT_PORT": str(port)}
+    fields = {"KVDIST_RANK": RANK_FIELD}
+    if spec.role is Role.SCHEDULER:  # it binds an address; the name of its pod stands for that only elsewhere
+        del values["DMLC_PS_ROOT_URI"]
+        fields["DMLC_PS_ROOT_URI"] = "status.podIP"
+    if spec.role is Role.WORKER:  # a pod is a host of its own
+        values |= {"KVDIST_LOCAL_RANK": "0", "KVDIST_LOCAL_SIZE": "1", "KVDIST_CROSS_SIZE": str(spec.count)}
+        fields |= {"KVDIST_CROSS_RANK": RANK_FIELD} | ({RESTARTS: FAILURES_FIELD} if _is_spared(spec) else {})
+    values |= {"KVDIST_SECRET_FILE": f"{SECRET_FOLDER}/secret"} if is_secret else {}
+    read: list[object] = [
+        {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}} for variable, path in fields.items()
+    ]
+    return [*({"name": variable, "value": value} for variable, value in values.items()), *read]
 
 
 def _dollars(text: str) -> str:
     """Kubernetes replaces ``$(NAME)`` in words and values; two dollars stand for one."""
     return text.replace("$", "$$")
-
-
-def yaml_text(text: str) -> str:
-    """A text as YAML has it, in double quotes.
-
-    Raises:
-        ConfigError: it has bytes that are not UTF-8.
-    """
-    return '"' + "".join(map(_escaped_letter, text)) + '"'
-
-
-def _escaped_letter(letter: str) -> str:
-    if letter in ESCAPES or letter.isprintable():
-        return ESCAPES.get(letter, letter)
-    if 0xD800 <= ord(letter) <= 0xDFFF:
-        raise ConfigError("a word or a variable of the job has bytes that are not UTF-8; YAML cannot hold them")
-    return f"\\U{ord(letter):08x}"
 
 
 # Which of them the options ask for.

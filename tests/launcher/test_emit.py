@@ -5,6 +5,7 @@ Where a text is meant to change, ``WRITE_GOLDEN=1`` in the environment writes th
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -26,7 +27,6 @@ from kvdist_launch.emit import (
     roles_of,
     run_again,
     sbatch,
-    yaml_text,
 )
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host, parse_hostfile
@@ -38,7 +38,6 @@ AWKWARD = 'it\'s a "value" with\nlines, %i, = and : and $HOME;`id` $(touch pwned
 LAUNCHER = HostFacts(8, "/venv/bin/python", "10.0.0.99", {"PYTHONPATH": "/li b", "CUDA_VISIBLE_DEVICES": "0,1"})
 HOSTS = parse_hostfile("localhost\nme@d1:2222 role=worker\n[fd00::17]\n", "hosts")
 WORD = "KVDIST_0123456789abcdef"
-NEEDS_YAML = "THE YAML OF KUBERNETES IS NOT READ BACK: pip install PyYAML"
 
 
 def new_job(**settings: object) -> JobSpec:
@@ -67,7 +66,7 @@ TEXTS = {
     "manual.sh": lambda: manual(new_plan(HOSTS), HOSTS, "/here", ".kvdist-0123.secret"),
     "sbatch.sh": lambda: sbatch(parts(), WORD, is_secret=True),
     "mpi.sh": lambda: mpi(new_plan(HOSTS), HOSTS, "here", WORD, is_secret=True),
-    "kubernetes.txt": lambda: kubernetes(parts(), "kvdist-0123", "me/train:1", 9191, "c2VjcmV0"),
+    "kubernetes.json": lambda: kubernetes(parts(), "kvdist-0123", "me/train:1", 9191, "c2VjcmV0"),
 }
 
 
@@ -85,7 +84,7 @@ RUNS_AGAIN = {
         plan(new_job(**GOES_ON), HOSTS, [HostFacts(8, "/venv/bin/python", "d")] * 3, LAUNCHER), HOSTS, "/", None, 3
     ),
     "sbatch.sh": lambda: sbatch(parts(**GOES_ON), WORD, is_secret=True, restarts=3),
-    "kubernetes.txt": lambda: kubernetes(parts(**GOES_ON), "kvdist-0123", "me/train:1", 9191, None, restarts=3),
+    "kubernetes.json": lambda: kubernetes(parts(**GOES_ON), "kvdist-0123", "me/train:1", 9191, None, restarts=3),
 }
 
 
@@ -95,15 +94,15 @@ RUNS_AGAIN = {
         ("manual.sh", "can be started again:\n# paste its block once more", '[ "$KVDIST_RESTARTS" -lt 3 ] || exit'),
         ("sbatch.sh", "srun --overlap --kill-on-bad-exit=0 --no-kill --label", ""),
         ("sbatch.sh", '[ "$KVDIST_RESTARTS" -lt 3 ] || exit "$code"', ""),
-        ("kubernetes.txt", "          backoffLimitPerIndex: 3\n", ""),
-        ("kubernetes.txt", "batch.kubernetes.io/job-index-failure-count", ""),
+        ("kubernetes.json", '"backoffLimitPerIndex": 3,\n', ""),
+        ("kubernetes.json", "batch.kubernetes.io/job-index-failure-count", ""),
     ],
 )
 def test_workers_are_started_again_where_the_others_go_on_without_them(name, once, for_each_worker):
     text = RUNS_AGAIN[name]()
     assert text.count(once) == 1 and once not in TEXTS[name]()
     assert not for_each_worker or text.count(for_each_worker) == 2
-    assert name != "kubernetes.txt" or text.count("backoffLimit: 0") == 2, "of the scheduler and the servers"
+    assert name != "kubernetes.json" or text.count('"backoffLimit": 0') == 2, "of the scheduler and the servers"
     if name.endswith(".sh"):
         done = subprocess.run(
             ["bash" if name == "sbatch.sh" else "sh", "-n"], input=text, text=True, capture_output=True
@@ -222,24 +221,18 @@ def test_a_text_cannot_end_the_script_that_it_stands_in():
         heredoc(["a", "b\nEND\nc"], "END")
 
 
-# YAML.
-
-
-@given(texts)
-def test_a_reader_of_yaml_finds_exactly_what_was_written(text):
-    yaml = pytest.importorskip("yaml", reason=NEEDS_YAML)
-    assert yaml.safe_load(f"a: {yaml_text(text)}") == {"a": text}
+# Kubernetes.
 
 
 def test_bytes_that_are_no_text_are_refused():
     with pytest.raises(ConfigError, match="not UTF-8"):
-        yaml_text("\udcff")
+        kubernetes(parts(env={"TEXT": "\udcff"}), "kvdist-0123", "me/train:1", 9191, None)
 
 
 def manifests(secret: str | None = "c2VjcmV0") -> dict[str, dict]:
-    yaml = pytest.importorskip("yaml", reason=NEEDS_YAML)
-    text = kubernetes(parts(), "kvdist-0123", "me/train:1", 9191, secret)
-    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
+    found = json.loads(kubernetes(parts(), "kvdist-0123", "me/train:1", 9191, secret))
+    assert (found["apiVersion"], found["kind"]) == ("v1", "List")
+    return {manifest["kind"]: manifest for manifest in found["items"]}
 
 
 def jobs_by_role() -> dict[str, dict]:

@@ -115,7 +115,7 @@ def test_manifests_without_encryption_say_so_to_the_processes(capfd, monkeypatch
     words = ["--security", "none"] if how == "option" else []
     assert main(["-n", "1", *words, "--emit", "kubernetes", "--image", "me/train:1", "true"]) == 0
     shown = capfd.readouterr().out
-    assert shown.count('name: "KVDIST_SECURITY"') == 3
+    assert shown.count('"name": "KVDIST_SECURITY"') == 3
     assert "secret" not in shown.lower()
 
 
