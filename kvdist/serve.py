@@ -53,8 +53,8 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
 LOG = logging.getLogger("kvdist")
 
 OBJECTS_PER_COLLECTION = 100_000
-"""Net allocations of objects between two garbage collections. Many keys create many objects that stay; with Python's
-default of 700, collections would take as long as creating them."""
+"""Many keys make many objects that stay. Python's default, a collection after each 700 new objects, would take as long
+as their creation."""
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def _modules(variable: str, option: str, names: Sequence[str]) -> tuple[str, ...
 
 
 def import_optimizers(names: Sequence[str]) -> None:
-    """Import the modules in which the operator's own optimizers are registered.
+    """Import the modules that register the operator's optimizers.
 
     Raises:
         ConfigError: a module cannot be imported, or registers no optimizer.
@@ -119,7 +119,7 @@ def import_optimizers(names: Sequence[str]) -> None:
 
 
 def import_server_modules(names: Sequence[str]) -> None:
-    """Import the modules in which the operator's own optimizers and handlers of commands are registered.
+    """Import the modules that register the operator's optimizers and handlers of commands.
 
     Raises:
         ConfigError: a module cannot be imported, or registers neither.
@@ -170,11 +170,11 @@ def _scheduler(config: ClusterConfig) -> Node:
 
 
 def _check_listening(config: ClusterConfig, descriptor: int) -> None:
-    """Check that the launcher's listening socket is the address at which others dial this scheduler.
+    """Check the launcher's socket, at which others look for this scheduler.
 
     Raises:
-        ConfigError: it listens at another address, or its file does not exist.
-        JobOver: its file does not exist, because an earlier scheduler removed it when the job was over.
+        ConfigError: it listens somewhere else, or its file was removed.
+        JobOver: its file was removed, and an earlier scheduler removes it when the job is over.
     """
     endpoint = endpoint_of_listener(descriptor)
     is_tcp = endpoint.startswith("tcp://")
@@ -196,7 +196,7 @@ def _check_listening(config: ClusterConfig, descriptor: int) -> None:
 
 
 def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
-    """A scheduler with its node; it continues for a killed scheduler if that left a journal."""
+    """A scheduler; in the place of a killed scheduler, if that left a journal."""
     machine = Scheduler(config, time.monotonic(), random.SystemRandom().getrandbits(48) + 2)
     journal = _journal(config)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
@@ -206,7 +206,7 @@ def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
 
 
 def _journal(config: ClusterConfig) -> Journal | None:
-    """The journal of the scheduler, if there is to be one."""
+    """The journal of the scheduler, if its settings ask for it."""
     if config.journal is None or not config.loss_policy.away_s:
         return None
     from kvdist.runtime.journal import Journal, sweep  # a feature at a seam: loaded where it is used

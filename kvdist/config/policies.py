@@ -1,10 +1,10 @@
 """Policies: what workers exchange, and how often. For ``kv.create('dist', policy=…)``, ``--policy``, `KVDIST_POLICY`.
 
-Without one, workers push a gradient in each step. With `local_sgd` and `diloco` each makes steps of its own in between,
-and what its weights have changed by is what a `Trainer` pushes: traffic is divided by the number of steps. With `quota`
-workers push when all together have made a number of examples, however many each of them has made; with a ``quorum`` of
-local steps, when enough of them have made theirs. With `asynchronous` each push is a version. A policy is a class here,
-whose fields say how a text has them, and a row of `POLICIES`.
+Without a policy, workers push a gradient in each step. With `local_sgd` and `diloco` each worker makes local steps in
+between, and a `Trainer` pushes by how much the weights have changed: traffic is divided by the number of steps. With
+`quota` workers push when all together have processed a number of examples, however many each of them has processed;
+with a ``quorum`` of local steps, when enough workers have reached it. With `asynchronous` each push is a version. A
+policy is a class, whose fields state how a text has them, and a row of `POLICIES`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvdist.config.suggestions import did_you_mean
 EVERY_MAX = 1_000_000
 """Steps between two exchanges: more is a mistake."""
 QUOTA_MAX = 1 << 40
-"""Examples of one version: more is a mistake."""
+"""Examples of a version: more is a mistake."""
 WORKERS_MAX = 1 << 16
 """Workers that a policy counts: more is a mistake."""
 DELAY_MAX = 1 << 32
@@ -43,7 +43,7 @@ class Pace(enum.Enum):
     TOGETHER = enum.auto()
     """All after the same number of steps."""
     OWN = enum.auto()
-    """All when a server says so, each with what it has by then."""
+    """All at the request of a server, each with its gradients or changes by then."""
     ALONE = enum.auto()
     """Each by itself; every push is a version."""
 
@@ -189,7 +189,7 @@ TrainingPolicy: TypeAlias = LocalSteps | Quota | Asynchronous
 
 
 def updates_between(policy: TrainingPolicy | None) -> bool:
-    """Whether workers make steps of their own, by a policy."""
+    """Whether workers make local steps under a policy."""
     return isinstance(policy, LocalSteps) or (isinstance(policy, Quota) and policy.local_steps)
 
 
@@ -288,7 +288,7 @@ def quota(
     each worker pushes the mean of its gradients, or with `local_steps` the change of its weights, weighted by its
     examples, and goes on with its current weights; later examples count in the next version.
 
-    A gradient is therefore computed with weights that are at most one version old, plus the number of versions during
+    A gradient is therefore computed with weights that are at most a version old, plus the number of versions during
     its micro-batch. A version has at least `samples` examples, and at most an additional micro-batch per worker. Use a
     `QueueSampler` for the data: then `Trainer.batches` counts the examples of each step. In a loop without `batches`
     pass their number, ``trainer.step(samples=n)``.
@@ -296,8 +296,8 @@ def quota(
     Args:
         samples: examples per version: the batch size for a single machine, or 4 to 8 times as many with `local_steps`.
         local_steps: make steps with a local optimizer on each worker, and exchange the resulting changes.
-        exact: wait for the new weights, so that no gradient uses older ones. Then every version waits for the current
-            micro-batch of the slowest worker.
+        exact: wait for the new weights, so that no gradient uses older weights. Then every version waits for the
+            current micro-batch of the slowest worker.
         learning_rate, momentum: hyper-parameters of the outer optimizer for local steps, on the servers; the defaults
             take the mean.
         bits: bits per pushed number, as in `diloco`.
@@ -388,11 +388,11 @@ FORMS = " or ".join([", ".join([*OFFERED.values()][:-1]), [*OFFERED.values()][-1
 
 
 def policy_from(text: str) -> TrainingPolicy | None:
-    """A policy by its name, such as ``diloco:100`` or ``quota:512,local_steps``; None for ``sync``: each step is one of
-    all workers, as without a policy.
+    """A policy by its name, such as ``diloco:100`` or ``quota:512,local_steps``; None for ``sync``: all workers
+    exchange in each step, as without a policy.
 
     Raises:
-        ValueError: there is none of that name, or a number is out of range.
+        ValueError: the name is unknown, or a number is out of range.
     """
     name, _, rest = text.partition(":")
     if name in REMOVED:

@@ -1,7 +1,7 @@
 """The stores ``dist`` and their other spellings: values that rest on servers, shared by all workers of a cluster.
 
 The user's thread checks and copies (a plain array is copied before `push` returns), makes a request, and waits on a
-future if the call says so. Everything else happens on the node's thread.
+future if the call asks for it. Everything else happens on the node's thread.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class DistBackend(Backend):
     def report_progress(
         self, key: Key, samples: int, when: DueWhen, quota: int, now: bool, together: bool
     ) -> Future[Due | None]:
-        """Say how much was made since the last push of a key, and hear when the next one is due by a rule."""
+        """Report the progress since the last push of a key, and learn when the next push is due by a rule."""
         piece = self.keys[key].slices[0]
         progress = Progress(piece.number, 0, samples, when, quota, now, together)
         return self.arrays.submit(lambda number: ReportProgress(number, piece.server, progress), None)
@@ -208,7 +208,7 @@ class DistBackend(Backend):
         self._pull(key, out, priority)
 
     def _replace_by(self, give: Callable[[], None]) -> None:
-        """Let rank 0, or the next one if that is gone, give what is to be everybody's; for all workers at once."""
+        """Broadcast the values of rank 0, or of the next rank if that is lost, for all workers at once."""
         for attempt in count():
             if self._has_given(give, attempt):
                 return  # else it was lost or has left in the middle: some is new and some old
@@ -331,7 +331,7 @@ class DistBackend(Backend):
         return self._files().save(self.keys.all, job)
 
     def claim(self, job: SaveJob) -> None:
-        """Make sure that a checkpoint can be saved there, as the first `save` does.
+        """Make sure that a checkpoint can be saved to a folder, as the first `save` does.
 
         Raises:
             CheckpointError: it cannot.
@@ -441,7 +441,7 @@ class DistBackend(Backend):
             raise self._cluster.accept_rollback(error)
 
     def forget_pushes(self) -> None:
-        """Drop what has not left, and the residuals of what has."""
+        """Drop values that have not left, and the residuals of those that have."""
         self.arrays.flush()
         if self.compression is not None:
             self.compression.forget()

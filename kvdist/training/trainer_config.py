@@ -5,7 +5,7 @@ Where the update happens (MXNet's table, corrected):
 | situation | store | the store updates |
 |---|---|---|
 | ``kvstore=None`` | none | no: each process alone |
-| one device, a local store given by name | none: it would only copy | no |
+| a single device, a local store by name | none: it would only copy | no |
 | a synchronous store | yes | as requested; else if it can, the environment allows it, and (``local``) none is big |
 | an asynchronous store | yes | always: it has no sums to return; requesting otherwise is an error |
 | some gradient is sparse | yes | on servers always, requesting otherwise is an error; locally only on request |
@@ -47,7 +47,7 @@ ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"
 
 
 def would_only_copy(devices: int, workers: int, servers: int) -> bool:
-    """Whether a store given by name has nothing to do: one device, one worker, and no server."""
+    """Whether a store that was chosen by name has nothing to do: a single device, a single worker, and no server."""
     return devices == 1 and workers == 1 and servers == 0
 
 
@@ -148,7 +148,7 @@ def make_optimizer(params: object, optimizer: Any, optimizer_params: Mapping[str
 
 
 def _require_order(params: object, optimizer: object, given: object) -> None:
-    """Refuse an argument in the place of another one, such as a store in the place of the optimizer."""
+    """Refuse an argument in the place of another argument, such as a store in the place of the optimizer."""
     if isinstance(params, str | KVStoreBase | Optimizer | torch.optim.Optimizer):
         what = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
         raise TypeError(
@@ -202,11 +202,11 @@ def _rule_of(given: torch.optim.Optimizer) -> Optimizer:
 
 
 def group_entries(optimizer: Any, rule: Optimizer) -> Collection[str]:
-    """What the Trainer's parameter groups may have: numbers of their own where the rule is one of torch's.
+    """What the Trainer's parameter groups may have: all numbers of the rule if it is a rule of torch.
 
     Args:
         optimizer: the Trainer's argument.
-        rule: what `make_optimizer` made of it.
+        rule: the result of `make_optimizer` for it.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return ("params",)
@@ -347,7 +347,7 @@ def model_statement(parameters: Sequence[Parameter], known_by: NDArray[np.uint8]
 
     Args:
         parameters: all of the trainer's.
-        known_by: their `identities`; they are numbered here in the order of their names.
+        known_by: their `identities`; the statement numbers them in the order of their names.
     """
     order = sorted(range(len(parameters)), key=lambda place: parameters[place].name)
     trained = ranges([number for number, place in enumerate(order) if parameters[place].trained])
@@ -392,7 +392,7 @@ def prepare_store(
         updates_here: whether each worker updates, so the store only sums.
 
     Raises:
-        ValueError: the store cannot do what is requested.
+        ValueError: the store cannot fulfil a request.
     """
     if not isinstance(store, KVStore):
         if needs_more or compression_params is not None:
@@ -415,7 +415,7 @@ def require_unused(store: KVStore) -> None:
     """Check that no other trainer has its weights in this store.
 
     Raises:
-        ValueError: another one does.
+        ValueError: another trainer does.
     """
     try:
         store.pull(0)
@@ -466,12 +466,12 @@ def require_averages(store: KVStoreBase | None, updates_there: bool) -> None:
 
 
 def policy_of(store: KVStoreBase | None) -> TrainingPolicy | None:
-    """The policy of a store under which not every step is an exchange; None under another one."""
+    """The policy of a store under which not every step is an exchange; None under other policies."""
     return store._backend.policy if isinstance(store, KVStore) else None
 
 
 def compression_of(policy: TrainingPolicy | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """How pushes are compressed: as the trainer says, or its policy.
+    """How pushes are compressed: by the trainer's argument, or by its policy.
 
     Raises:
         ConfigError: both say something.
@@ -492,7 +492,7 @@ def require_policy(policy: TrainingPolicy, num_devices: int, clip_norm: float | 
         policy: which.
         num_devices: of this worker.
         clip_norm: of the trainer.
-        sends_otherwise: whether it overlaps, or shares weights, or was told who updates.
+        sends_otherwise: whether it overlaps, or shares weights, or got update_on_kvstore.
 
     Raises:
         ConfigError: something does not.
@@ -514,7 +514,7 @@ def require_policy(policy: TrainingPolicy, num_devices: int, clip_norm: float | 
 
 
 def require_enough(policy: TrainingPolicy, num_workers: int) -> None:
-    """Check that a policy which counts workers goes with how many there are.
+    """Check that a policy which counts workers fits the number of workers.
 
     Raises:
         ConfigError: it wants more of them.
@@ -568,7 +568,7 @@ def require_samples(samples: float, batch_size: float | None, handed_out: int = 
 
     Args:
         samples, batch_size: as of a step.
-        handed_out: how many a `QueueSampler` has handed out since the last step; 0 without one.
+        handed_out: how many a `QueueSampler` has handed out since the last step; 0 without a sampler.
 
     Raises:
         ValueError: it is out of range or no whole number, or contradicts something.

@@ -52,7 +52,7 @@ USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None, role_command: Sequence[str] = ROLE_COMMAND) -> int:
-    """Run a job as the command line says and return the launcher's exit code.
+    """Run the job of a command line and return the launcher's exit code.
 
     Args:
         argv: the words after the program's name; None takes those this process was started with.
@@ -71,7 +71,7 @@ def launch(request: Request) -> int:
 
 
 class _Launch:
-    """One call of a launcher: its attempts at a job, and what the user sees of them."""
+    """A call of a launcher: its attempts at a job, and what the user sees of them."""
 
     def __init__(self, request: Request) -> None:
         options = request.options
@@ -116,7 +116,7 @@ class _Launch:
         return supervisor
 
     def _run_or_explain(self) -> tuple[int, str]:
-        """Run the job. Returns the exit code, and what was wrong if the job was not started, or not all of it."""
+        """Run the job. Returns the exit code, and the mistake if the job was not started, or not all of it."""
         try:
             with handling_interruptions(self._interrupt):  # which may raise as soon as the first of them is handled
                 return self._run(), ""
@@ -235,7 +235,7 @@ def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
 
 
 def _assumed_facts(host: Host, launcher: HostFacts) -> HostFacts:
-    """What is known of a host before it is asked."""
+    """The facts of a host as the launcher assumes them before it reaches the host."""
     python = host.python or launcher.python
     return replace(launcher, python=python) if host.is_local else HostFacts(0, python, host.name)
 
@@ -259,7 +259,7 @@ def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, is_verbose: 
 
 
 def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
-    """Which variables are kept from other hosts because their names look secret; empty if there are none."""
+    """Which variables are kept from other hosts because their names look secret; empty without such variables."""
     names = [name for name in forwarded(launcher.environ)[1] if name not in job.env]
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
 

@@ -32,15 +32,15 @@ from kvdist_launch.plan import DEVICES, LAUNCHER, PLACES, HostFacts, JobSpec, Pr
 # The roles of a job, if another system chooses the hosts and gives every process its number.
 
 OF_ONE_PROCESS = frozenset({"KVDIST_RANK", *PLACES, "KVDIST_SUPERVISED", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"})
-"""Variables that differ within a role or are known only on the host; and the scheduler has no supervisor there."""
+"""Variables that differ within a role or are known only on the host, and what a supervisor sets for the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """All processes of one role.
+    """All processes of a role.
 
     Attributes:
-        count: how many there are.
+        count: number of the processes.
         argv: what each runs.
         environment: the changes to the environment of each, without `OF_ONE_PROCESS`.
     """
@@ -100,7 +100,7 @@ def exports(environment: Environment, besides: Iterable[str] = ()) -> list[str]:
 
 
 def heredoc(lines: Sequence[str], word: str) -> list[str]:
-    """What follows ``<<'word'``. `word` must not be a line of its own in the text."""
+    """What follows ``<<'word'``. `word` must not be a whole line of the text."""
     if any(word in line.split("\n") for line in lines):
         raise ValueError(f"{word} ends the text early")
     return [*lines, word]
@@ -144,7 +144,7 @@ def manual(
     """The blocks for all processes, in starting order, with an empty line between them.
 
     Args:
-        folder: where processes start that have no folder of their own.
+        folder: where processes without a working folder start.
         secret: the name of a file in the home folder of each host for the job's secret; None needs none.
         restarts: how often a block may start its worker again.
     """
@@ -217,7 +217,7 @@ trap : INT TERM
 
 UNBUFFERED = "PYTHONUNBUFFERED"
 """Left out: mpirun gives ranks a terminal, to which Python writes whole lines, and unbuffered it writes pieces of them,
-which mpirun would tag one by one."""
+each of which mpirun would tag."""
 
 
 def mpi(processes: Sequence[Process], hosts: Sequence[Host], here: str, word: str, is_secret: bool) -> str:
@@ -328,7 +328,7 @@ printf %s "$secret" > "$file"
 exec 9< "$file" && rm -f "$file" || exit
 export KVDIST_SECRET_FILE="/proc/$$/fd/9"
 unset secret"""
-"""The file has no name any more when the program starts, so that not even a killed one leaves it behind."""
+"""The file has no name any more when the program starts, so that not even a killed program leaves it behind."""
 
 SET_PLACES = """\
 set -- $(echo "$SLURM_STEP_TASKS_PER_NODE" | tr , '\\n' | tr '(x)' '   ' | awk -v node="$SLURM_NODEID" \\
@@ -340,7 +340,7 @@ set -- $(echo "$SLURM_STEP_TASKS_PER_NODE" | tr , '\\n' | tr '(x)' '   ' | awk -
     }
   } END { print size, rank + 0, across }')
 export KVDIST_LOCAL_RANK="$SLURM_LOCALID" KVDIST_LOCAL_SIZE="$1" KVDIST_CROSS_RANK="$2" KVDIST_CROSS_SIZE="$3\""""
-"""Slurm writes 2(x3),1 where three nodes have two tasks each and a fourth has one."""
+"""Slurm writes 2(x3),1 where three nodes have two tasks each and a fourth has a single task."""
 
 OF_A_TASK = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "KVDIST_RANK", *PLACES, "KVDIST_SECRET_FILE")
 OPTIONS = {
@@ -423,7 +423,7 @@ def kubernetes(
         name: of everything in them: a DNS label.
         image: the container image, which has kvdist and the user's program.
         secret: in base64; None leaves encryption out.
-        restarts: how often there may be a new pod for a worker.
+        restarts: how many new pods a worker may have.
 
     Raises:
         ConfigError: a word or a variable has bytes that are not UTF-8, which JSON cannot hold.
@@ -512,7 +512,7 @@ def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool
 
 
 def _dollars(text: str) -> str:
-    """Kubernetes replaces ``$(NAME)`` in words and values; two dollars stand for one."""
+    """Kubernetes replaces ``$(NAME)`` in words and values; two dollars stand for a dollar."""
     return text.replace("$", "$$")
 
 
@@ -536,7 +536,7 @@ def address_towards(host: Host) -> str:
     """The address under which `host` reaches this machine, by the route; a scheduler cannot bind a name.
 
     Raises:
-        ConfigError: there is no route, or the name is only an alias of ssh.
+        ConfigError: no route leads to it, or the name is only an alias of ssh.
     """
     try:
         return local_address_towards(host.name, host.port or SSH_PORT)
@@ -605,7 +605,7 @@ def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
     """Replace this process by a shell that runs the script.
 
     Raises:
-        ConfigError: what the script needs is not here.
+        ConfigError: this machine lacks a program that the script needs.
     """
     program = {"slurm": "srun", "mpi": "mpirun"}[launcher]
     if shutil.which(program, path=environ.get("PATH")) is None:

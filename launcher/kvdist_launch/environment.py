@@ -1,8 +1,9 @@
 """The environment of a process, as changes to the environment of its host.
 
-An agent knows the variables of its host; the launcher knows the user's wishes. So an `Environment` has three layers:
+An agent knows the variables of its host; the launcher knows what the user wants. So an `Environment` has three layers:
 ``defaults`` that both the host and the user may override, ``front`` which goes before a search path of the host, and
-``settings`` which win. Values reach a process byte for byte; no shell ever sees them.
+``settings`` which win. Values reach a process byte for byte; no
+shell ever sees a value.
 
 torchrun's variables (RANK, WORLD_SIZE and so on) are never set: libraries would go distributed on seeing them.
 """
@@ -45,7 +46,7 @@ OWNED_VARIABLES = frozenset(
 """The identity of a process: set by the launcher alone, and never inherited from its environment."""
 
 OTHER_NAME = {**TWINS, **{theirs: ours for ours, theirs in TWINS.items()}}
-"""Variable with two names → its other name, for both names."""
+"""For each variable that has two names, the other name."""
 
 ADDRESS_VARIABLES = frozenset({"KVDIST_NODE_HOST", "DMLC_NODE_HOST"})
 """Variables that are true for the launching machine only."""
@@ -56,8 +57,7 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 FORWARDED_NAMES = frozenset({"HF_HOME", "LANG"})
 FRONT_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that other hosts get by default: those of the first two constants replace the host's, search paths go
-before it."""
+"""Forwarded to other hosts without being asked for: the first two win on the host, the last goes before its value."""
 
 SECRET_WORDS = ("SECRET", "TOKEN", "KEY", "PASS", "CREDENTIAL")
 """Parts of names of variables whose values are hidden, and forwarded only on request."""
@@ -65,7 +65,7 @@ SECRET_WORDS = ("SECRET", "TOKEN", "KEY", "PASS", "CREDENTIAL")
 HIDDEN = "(hidden)"
 
 SYSTEM_FOLDERS = frozenset({"/bin", "/usr/bin", "/usr/local/bin", "/sbin", "/usr/sbin"})
-"""Folders that every PATH has; moving them to its front would only reorder them."""
+"""Folders that every PATH has; a folder in front would only reorder them."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 FILE_BYTES_MAX = 1 << 20
@@ -86,7 +86,7 @@ class Environment:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def over(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of a process on a host with the variables `base`.
+        """The whole environment of a process on a host whose variables are `base`.
 
         Identity in `base` is left out: a job may be started inside another job.
         """
@@ -111,7 +111,7 @@ def in_front(path: str, rest: str) -> str:
 
 
 def interpreter_front(python: str) -> dict[str, str]:
-    """The folder to put before PATH so that ``python`` is the interpreter `python`, and tools beside it are found."""
+    """What goes before PATH so that ``python`` is the interpreter `python`, and tools beside it come first."""
     folder = os.path.dirname(python)
     return {} if not folder or folder in SYSTEM_FOLDERS else {"PATH": folder}
 
@@ -142,7 +142,7 @@ def redacted(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def overlay(variables: dict[str, str], changes: Mapping[str, str]) -> None:
-    """Set `changes` in `variables`; a variable's other name is dropped."""
+    """Set `changes` in `variables`; of a variable with two names the other name is dropped."""
     for name, value in changes.items():
         variables.pop(OTHER_NAME.get(name, ""), None)
         variables[name] = value
@@ -173,7 +173,8 @@ def parse_exports(texts: Iterable[str], environ: Mapping[str, str]) -> dict[str,
     """The variables of ``-x NAME`` (with the value in `environ`) and ``-x NAME=VALUE``.
 
     Raises:
-        ConfigError: a text has neither form, or names a variable that is not set or that the launcher sets itself.
+        ConfigError: a text has neither form, names a variable that is not set, or a variable that the launcher
+            sets itself.
     """
     variables = {}
     for text in texts:

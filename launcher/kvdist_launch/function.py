@@ -1,11 +1,11 @@
 """Runs a function on workers, of this machine or of several, from a script or a notebook: `run`.
 
-The workers are processes of their own, alone or beside a scheduler and servers, exactly as ``kvdist-launch`` starts
+The workers are separate processes, alone or beside a scheduler and servers, exactly as ``kvdist-launch`` starts
 them. The function reaches each on its standard input, and its result comes back over a pipe that it inherits; on other
-machines the agent there has the other ends, and both travel by its ssh connection. See `serialization`.
+machines the remote agent has the other ends, and both travel by its ssh connection. See `serialization`.
 
 Works in any thread, and where an event loop runs (it blocks the loop, as any call does). In the main thread Ctrl-C asks
-the job to end; a second one kills it.
+the job to end; a second Ctrl-C kills it.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class WorkerFailure(JobFailure):
         rank: the first worker that failed.
         host: the machine it ran on.
         exit_code: its exit code; 128 + n for signal n.
-        kind: the name of the exception's type, such as ``ValueError``; empty if there was none.
-        traceback: the traceback's text as it was there; empty if there was none.
+        kind: the name of the exception's type, such as ``ValueError``; empty without an exception.
+        traceback: the traceback's text on the worker; empty without an exception.
     """
 
     def __init__(self, message: str, rank: int, host: str, exit_code: int, kind: str, traceback: str) -> None:
@@ -127,8 +127,8 @@ def run(
 ) -> list[Any]:
     """Call a function on every worker of a new job, and return the results in rank order.
 
-    The arguments are those of ``horovod.run``, in its order, and four of our own by name. What workers print is shown
-    here, each line with the name of its process. Needs cloudpickle (``pip install cloudpickle``).
+    The arguments are those of ``horovod.run``, in its order, and five further arguments by name. What workers print is
+    shown, each line with the name of its process. Needs cloudpickle (``pip install cloudpickle``).
 
     Args:
         func: what every worker calls; ``kvdist.horovod.init()`` and ``kvdist.kv.create('collective')`` in it are of the
@@ -141,8 +141,8 @@ def run(
             takes; None is this machine. Others are reached by ssh, and have kvdist and cloudpickle at the same path.
         start_timeout: seconds that the processes may take to find each other.
         output_filename: a folder; what worker N prints is also written to ``rank.N/stdout`` and ``rank.N/stderr``.
-        verbose: whether the launcher says where each worker runs and how the job ended.
-        executable: the Python that runs the workers; None for this one, on other machines that of the same path.
+        verbose: whether the launcher prints where each worker runs and how the job ended.
+        executable: the Python that runs the workers; None for this Python, and for the same path on other machines.
         ssh_port, ssh_identity_file: port and private key for ssh.
         network_interface, network_interfaces: the name of the network interface of all other machines; the latter as
             text or in a list.
@@ -150,15 +150,15 @@ def run(
             but for None, as the number of workers does not change during a job.
         disable_cache, use_gloo, use_mpi, mpi_args: taken and without effect: nothing is cached, and no MPI takes part.
         servers: number of servers; 0 is a job of workers alone, which use collective operations.
-        on_loss: ``continue`` lets the other workers go on without one that fails, whose result is then None; ``fail``,
+        on_loss: ``continue`` lets the other workers go on without a failed worker, whose result is then None; ``fail``,
             or None where KVDIST_ON_LOSS is not set, ends the job.
         env: variables for every process.
-        sync_dst_dir: a folder on the other machines, to which the current one is copied and in which workers start;
+        sync_dst_dir: a folder on the other machines, to which the current folder is copied and in which workers start;
             None starts them in the current folder, which all must have.
         timeout_s: seconds after which the job is ended; None lets it run.
 
     Raises:
-        WorkerFailure: the first worker that failed; it has the traceback of there.
+        WorkerFailure: the first worker that failed; it has the worker's traceback.
         JobFailure: a scheduler or server failed.
         DeadlineExceeded: the time was up.
         ConfigError: a count is wrong, a variable is impossible, the function cannot be sent, `hosts` has too few slots,
@@ -211,7 +211,7 @@ def _losses(environ: Mapping[str, str], workers: int, servers: int) -> LossPolic
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What was asked for: counts, variables, who runs the workers, and where."""
+    """The job that was requested: counts, variables, the Python of the workers, and hosts."""
 
     workers: int
     servers: int
@@ -333,10 +333,10 @@ def _failure(cause: ProcessExit, calls: _WorkerCalls, last_lines: Sequence[str])
 
 
 class WorkerAnswer:
-    """What one worker has sent: a head of one line of JSON, then the bytes of the result, if there is one.
+    """The answer of a worker: a line of JSON, the head, then the bytes of the result, if the function returned.
 
     Args:
-        raised: called when the head says that the function has raised.
+        raised: called when the function has raised by the head.
     """
 
     def __init__(self, raised: Callable[[], None]) -> None:
@@ -360,7 +360,7 @@ class WorkerAnswer:
         return self._head if len(self._received) == self._head.get("bytes", 0) else {}
 
     def take_result(self) -> Any:
-        """The result. Its bytes are not kept: there may be very many."""
+        """The result. Its bytes are not kept, as they may be very many."""
         received, self._received = self._received, bytearray()
         return unpack_result(received)
 
@@ -370,11 +370,11 @@ class _WorkerCalls:
 
     Args:
         data: the bytes that every worker is sent.
-        count: how many workers there are.
-        goes_on: whether the others go on when one is lost.
+        count: number of workers.
+        goes_on: whether the others go on when a worker is lost.
 
     Attributes:
-        raised: the ranks whose functions have raised, the first one first.
+        raised: the ranks whose functions have raised, in order of time.
     """
 
     def __init__(self, data: bytes, count: int, goes_on: bool = False) -> None:
@@ -409,7 +409,7 @@ class _WorkerCalls:
             self._raised_deadline.begin(time.monotonic())
 
     def results(self) -> list[Any]:
-        """What every worker's function returned; None for workers without which the others have gone on.
+        """What every worker's function returned; None for lost workers without whom the others continued.
 
         Raises:
             WorkerFailure: a worker ended with exit code 0 before its function had returned.
@@ -422,7 +422,7 @@ class _WorkerCalls:
         return [None if rank in lost else answer.take_result() for rank, answer in enumerate(self._answers)]
 
     def failure(self, rank: int, status: int | None, last_lines: Sequence[str], lost: str = "") -> WorkerFailure:
-        """The failure of a worker, by its own report, or else by the way its process ended.
+        """The failure of a worker, by its report, or else by the way its process ended.
 
         Args:
             rank: the worker.

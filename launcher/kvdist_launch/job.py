@@ -1,4 +1,4 @@
-"""Decides when a job has failed, which process failed it, and which processes to signal; writes the summary of the job.
+"""When a job has failed, which process failed it, which processes have to end, and the summary of the job.
 
 Pure but for `write_summary`: exits, signals and times come in, actions come out. Rules:
 
@@ -6,45 +6,45 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   launcher terminates those that do not.
 - The first process that fails is the cause. The others get a grace period to notice (they raise `PeerLostError`), then
   SIGTERM, then SIGKILL. Later failures are consequences and are not named.
-- A process that ends because it lost a peer is a consequence even if its exit was seen first (a failing worker reports
-  to the scheduler before its process has ended): it is the cause only if nothing else failed. The loss of a peer is no
-  failure of a scheduler or server once every worker has succeeded.
-- A server that ends with 0 while workers run is right if the scheduler also ends with 0 (all workers have taken leave).
-  Otherwise that server is the cause.
-- Without servers the launcher reports failures to no process: ranks learn of them through their operations, and the
-  others are terminated after the grace period.
-- Where a job goes on without lost workers (``--on-loss continue``), the loss of a worker is reported and recorded,
-  while others run or have finished. If the scheduler ends the job all the same, the last such failure is the cause.
-- In such a job a scheduler or server that is killed after every worker has ended with 0 fails nothing, and is not
-  restarted.
-- Where single processes are restarted (``--restart N``), `Restarts` decides whether and when. Each start begins a new
-  life, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
-  scheduler, no process is restarted.
-- A process that a signal has stopped for 3 s, or for a third of the patience, is reported to the user in every phase.
-  If the others lose it because it was silent, the closing line explains that.
-- After 10 s the user hears which workers the job waits for: when all have left the cluster, or have taken leave while
-  the others await them (``--on-loss wait``), or in a job without servers when others have finished. Such workers may
-  still be busy and are left alone; but if each of them is stopped, or has ended except for threads, they are killed
-  after the grace period.
+- A process that ends because it lost a peer is a consequence even if it was seen first (a failing worker reports to
+  the scheduler before its process has ended): it is the cause only if nothing else failed. For a scheduler or server
+  it is not a failure at all once every worker has succeeded.
+- A server that ends with 0 while workers run is right if the scheduler also ends with 0 (every worker has sent
+  its goodbye). Otherwise that server is the cause.
+- Without servers the launcher tells no process of a failure: ranks tell each other through their operations, and the
+  others are terminated after the grace.
+- Where a job goes on without lost workers (``--on-loss continue``), a failing worker is reported and recorded, while
+  others run or a worker has finished. If the scheduler ends the job all the same, the last such failure is the cause.
+- In such a job a scheduler or server that is killed when every worker has ended with 0 fails nothing, and is not
+  started again.
+- Where single processes are started again (``--restart N``), `Restarts` decides whether and when. Each start is a
+  new life, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
+  scheduler, nothing is started any more.
+- A process that a signal has stopped for 3 s, or a third of the patience, is reported in every phase. If the others
+  lose it because it was silent, the closing line says that. Reported after 10 s are workers for whose end the job
+  waits: when all have left the cluster, or have sent goodbye and are awaited by the others (``--on-loss wait``), or in
+  a job without servers when others have finished. They may have other work, and are left alone; but if each of them is
+  stopped, or has ended but for threads, they are killed after the grace.
 - Where all workers wait for each other, that deadlock is the cause, whichever process is seen to end first.
-- If other processes still run half a second after a failure, the launcher prints the failure and how long it waits.
-- The closing lines are one paragraph: the last lines of the cause, if they are not on the screen; how often which
-  process was started, and how the others ended, unless because they lost a peer; and last the cause, or that all
-  workers ended by the same error, the error, and what to do if the error does not say that.
+- If other processes still run half a second after a failure, the launcher reports the failure and how long the job
+  waits.
+- The closing lines are a paragraph: the last lines of the cause, if the user has not just seen them; how often which
+  process was started, and how the others ended, if not for the loss of another process; and last the cause,
+  or that all workers ended by the same error, the error, and what to do if the error does not name that.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. Processes that
-  outlive the grace period are terminated. A second interruption kills.
+  still run after the grace are terminated. A second interruption kills.
 
-A summary (``--json-summary``) is one JSON object:
+A summary (``--json-summary``) is a JSON object:
 
 - ``version``: kvdist's; ``exit_code``: the launcher's.
 - ``duration_s``: from the launcher's start to the last process's end.
 - ``outcome``: ``finished``, ``failed``, ``interrupted``, or ``not started`` if something was wrong before any start.
 - ``sentence``: the closing sentence for people.
-- ``first_failure``: null, or the cause: ``node`` (``worker-3``), ``role``, ``rank``, ``host`` (empty if the job uses
-  only this machine), ``pid``, ``exit_code`` or ``signal``, ``after_s`` since its start, ``last_lines`` (both outputs).
-- ``processes``: an entry for every started process, those of earlier attempts and lives included: ``node``, ``host``,
-  ``pid``, ``restarts`` (how often it had been restarted), ``exit_code`` or ``signal``, ``started_s`` and ``ended_s``
-  since the launcher's start. A process of a lost host has ``lost``, a sentence, in the place of the code.
+- ``first_failure``: null, or the cause: ``node`` (``worker-3``), ``role``, ``rank``, ``host`` (empty on a single
+  machine), ``pid``, ``exit_code`` or ``signal``, ``after_s`` since its start, ``last_lines`` (both outputs).
+- ``processes``: an entry for each start, also of earlier attempts and lives: ``node``, ``host``, ``pid``,
+  ``restarts`` (how often it had been started before), ``exit_code`` or ``signal``, ``started_s`` and ``ended_s`` since
+  the launcher's start. A process of a lost host has ``lost``, a sentence, in the place of the code.
 """
 
 from __future__ import annotations
@@ -71,28 +71,28 @@ if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
 
 TIMES_MAX = 4
-"""Largest number of equal ends of a process (same signal or exit code) that are listed with a time each."""
+"""Ends of a process by the same signal or code, of which each is listed with its time."""
 
 REPEAT_S = 0.25
-"""Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
+"""Signals within this time are a single request: `timeout`, hang-ups and wrappers that forward signals send two."""
 
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals by which a mistake in compiled code ends a process."""
 
 STILL_S = 10.0
-"""Time that a process may keep a job from ending before the launcher reports it."""
+"""How long a process may keep a job from ending before it is reported."""
 
 NOTICE_S = 0.5
-"""Time from a failure until the launcher reports it to the user, if other processes still run then."""
+"""How long other processes may still run after a failure before the launcher reports it."""
 
 STOPPED_S_MAX = 3.0
-"""Longest time that a process may be stopped by a signal before the launcher reports it."""
+"""How long a signal may have stopped a process before it is reported."""
 
 WITHOUT_COPY = (
     "no other process has its weights. --replicas 1 would keep a copy, or --snapshots DIR with --restart N a snapshot"
     " (not of a dist_async store)"
 )
-"""Advice about a lost server in a job whose workers would have gone on; the workers' errors have the details."""
+"""What to do about a lost server where the others would continue; workers have printed more."""
 
 INDENT = "    "
 
@@ -115,8 +115,7 @@ class GracePeriods:
 
     @property
     def stopped_s(self) -> float:
-        """Time that a process may be stopped before the user is warned, short enough to let it continue before its
-        eviction."""
+        """How long a signal may have stopped a process before the user reads it, who can let it go on in time."""
         return min(STOPPED_S_MAX, self.patience_s / 3)
 
 
@@ -151,9 +150,9 @@ class ProcessRecord:
     """A process from its start to its end, in seconds since the launcher's start.
 
     Attributes:
-        host: the host it runs on; empty if the job uses only this machine.
+        host: where it runs; empty on a single machine.
         exit: how it ended; None while it runs.
-        was_signalled: whether the launcher sent it a signal to end it.
+        was_signalled: whether the launcher sent it a signal.
     """
 
     node: NodeId
@@ -176,7 +175,7 @@ class Phase(enum.Enum):
 
 
 class Job:
-    """The state of one attempt at a job. Times are seconds of a monotonic clock.
+    """The state of an attempt at a job. Times are seconds of a monotonic clock.
 
     Args:
         nodes: all processes.
@@ -186,7 +185,7 @@ class Job:
         losses: what follows when a process is lost.
 
     Attributes:
-        cause: the exit that failed the job; None while the job has not failed.
+        cause: the exit that failed the job; None without a cause.
         records: every process that was started.
         killed: the workers that were killed because nothing but their end kept the job from ending.
         sentence: how the attempt ended; empty until `conclude`.
@@ -204,7 +203,7 @@ class Job:
         self._policy = losses or LossPolicy()
         self._grace = GracePeriods() if grace is None else grace
         self._losses: list[tuple[ProcessExit, float]] = []
-        """The failures after which the others have gone on, and when they were."""
+        """The failures after which the others continued, and their times."""
         self._restarts: Restarts | None = None
         if self._policy.restart:
             # Imported here because few ask for it, and every job would wait for it.
@@ -220,7 +219,7 @@ class Job:
         self._at_work: dict[NodeId, int] = {}
         """Process → the last life in which it was at work."""
         self._leaving: dict[NodeId, int] = {}
-        """Worker → the life in which it took leave, while the others wait for its exit code."""
+        """The life of each in which it sent goodbye, while the others wait for how it ends."""
         self._late: list[NodeId] = []
         """Restarted workers that had not rejoined when the other workers finished."""
         self._is_dissolved = False
@@ -244,7 +243,7 @@ class Job:
         self._lost_peer = ""
         """The peer that the job lost or awaited and why, if the process that ended first is not the cause of that."""
         self._untold: dict[NodeId, str] = {}
-        """Idle process → warning to print after `GracePeriods.stopped_s`."""
+        """The report about those, which is due after `STILL_S`."""
         self._changed_at = now
         """Time when a process last ended or a process last became idle or active."""
         self._is_end_told = False
@@ -256,7 +255,7 @@ class Job:
         self._phase_until: float | None = None
         """The end of the phase."""
         self._notice: tuple[float, str] | None = None
-        """When to print why the job fails if other processes still run then, and the sentence."""
+        """When the launcher reports why the job fails, if other processes still run, and the sentence."""
         self.records: list[ProcessRecord] = []
         self.sentence = ""
         self.last_lines: list[str] = []
@@ -280,7 +279,7 @@ class Job:
         return self._interruption is not None
 
     def started(self, processes: Iterable[tuple[NodeId, str]], now: float) -> None:
-        """Record started processes, each with its host (empty if the job uses only this machine)."""
+        """Record processes that were started, each with its host (empty on a single machine)."""
         self.records += [ProcessRecord(node, host, now - self.launched) for node, host in processes]
 
     def placed(self, pids: Iterable[tuple[NodeId, int]]) -> None:
@@ -288,8 +287,7 @@ class Job:
         self._pids.update(pids)
 
     def stopped(self, node: NodeId, pid: int, now: float) -> None:
-        """Record that a signal stopped process `pid`: the node's process or a child that it waits for; 0 if it
-        continues."""
+        """A signal has stopped a process, or the process of this process id that it waits for; 0: it goes on."""
         if node in self._alive:
             self._forget_still(node, now)
             if pid:
@@ -300,7 +298,7 @@ class Job:
                 )
 
     def lingers(self, node: NodeId, now: float) -> None:
-        """Record that a worker has ended except for threads for `STILL_S`, as its message reports."""
+        """A worker reports that it has ended but for threads, for as long as `STILL_S`."""
         if node in self._alive:
             self._forget_still(node, now)
             self._still[node] = now - STILL_S
@@ -312,7 +310,7 @@ class Job:
         self._changed_at, self._is_end_told, self._kill_at = now, False, None
 
     def ended(self, exits: Iterable[ProcessExit], now: float) -> list[Action]:
-        """Record ended processes; those of one call count as having ended at the same moment."""
+        """Take note of processes that ended; those of the same call count as having ended at the same moment."""
         batch = sorted((one for one in exits if one.life >= self._lives[one.node]), key=lambda one: one.doubt)
         for one in batch:
             self._alive.remove(one.node)
@@ -340,18 +338,15 @@ class Job:
         self._joined[node] = life
 
     def at_work(self, node: NodeId, life: int) -> None:
-        """Record that a worker has made a step or a server has joined in this life; the scheduler, which reports it,
-        works too."""
+        """A worker has completed a step in this life, or a server has joined; so is the scheduler that reports it."""
         self._at_work |= {node: life, SCHEDULER: self._lives[SCHEDULER]}
 
     def leaves(self, node: NodeId, life: int, now: float) -> None:
-        """Record that a worker takes leave as its interpreter ends, while the others wait for the exit code of this
-        life."""
+        """A worker sends goodbye at its end, and all wait for the exit code of this life."""
         self._leaving[node], self._changed_at, self._is_end_told = life, now, False
 
     def given_up(self, node: NodeId, life: int) -> list[Action]:
-        """Kill an evicted process that may still run, stopped or cut off: the others go on without it, so it must not
-        go on."""
+        """The others go on without a process that may still exist, stopped or cut off: it must not go on either."""
         if self._phase is not Phase.RUNNING or node not in self._alive or self._lives[node] != life:
             return []
         why = "wait for one in its place" if self._policy.waits else "go on without it"
@@ -374,7 +369,7 @@ class Job:
         return [Say(text), *self._signal_all(signal.SIGINT, self._workers_alive())]
 
     def tick(self, now: float) -> list[Action]:
-        """Return the actions due at `now`."""
+        """Take the actions that are due at `now`."""
         again = self._start_due(now) + self._tell_still(now) + self._await_end(now) + self._tell_failure(now)
         if self._phase_until is None or now < self._phase_until:
             return again
@@ -417,8 +412,7 @@ class Job:
         return alive if has_left or self._is_dissolved or (self._has_finished and SCHEDULER not in self._nodes) else []
 
     def _end_told_at(self) -> float | None:
-        """When to report which workers the job waits for; None if that was reported, or if they still take part in the
-        job."""
+        """When to report for whose end the job waits; None after the report, or if they still take part in it."""
         awaited = self._awaited()
         if not awaited or self._is_end_told:
             return None
@@ -521,12 +515,12 @@ class Job:
         return "both workers" if total == 2 else f"all {total} workers"
 
     def _alike(self) -> tuple[int, int]:
-        """How many workers ended by the error of the cause, and how many workers there are."""
+        """How many workers ended by the error of the cause, and the number of workers."""
         alike = [one for one in self._last_exits() if self._is_same(one) and one.node.role is Role.WORKER]
         return len(alike), sum(node.role is Role.WORKER for node in self._nodes)
 
     def _is_same(self, other: ProcessExit) -> bool:
-        """Whether a process ended by the same error as the one that failed the job."""
+        """Whether a process ended by the same error as the process that failed the job."""
         return self.cause is not None and bool(self.cause.error) and other.error == self.cause.error
 
     def _cure(self, cause: ProcessExit) -> str:
@@ -676,7 +670,7 @@ class Job:
             self._why = "; the job had waited for nothing but its end"
 
     def _loss_behind(self, one: ProcessExit) -> str:
-        """The peer that this process lost or awaited, and why: the scheduler cannot see that a silent process is
+        """Which process this process lost or awaited, and why: the scheduler does not see that a silent process is
         stopped."""
         for node, pid in self._stopped.items():
             if one.lost_peer.startswith(f"{node} (") and UNHANDLED not in one.lost_peer:
@@ -734,7 +728,7 @@ class Job:
         return self._phase is Phase.CLOSING or all(how is not None and not how.is_failure for how in last.values())
 
     def _is_worked_on(self) -> bool:
-        """Whether any worker runs or awaits its restart."""
+        """Whether workers run, or will run."""
         return any(node.role is Role.WORKER for node in (*self._alive, *self._due))
 
 
@@ -791,7 +785,7 @@ def summary(jobs: Sequence[Job], exit_code: int, now: float, reason: str = "") -
     """The object that ``--json-summary`` writes; see the module.
 
     Args:
-        jobs: every attempt; at least one.
+        jobs: every attempt, in order.
         exit_code: the launcher's.
         now: when the last process ended.
         reason: why the job, or part of it, was not started; empty if all of it was.
@@ -817,7 +811,7 @@ def summary(jobs: Sequence[Job], exit_code: int, now: float, reason: str = "") -
 
 
 def last_concluded(jobs: Sequence[Job]) -> Job:
-    """The last attempt that was concluded, or else the last attempt."""
+    """The last attempt that came to an end, or else the last attempt."""
     return next((job for job in reversed(jobs) if job.sentence), jobs[-1])
 
 

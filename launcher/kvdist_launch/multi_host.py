@@ -4,8 +4,8 @@ Everything that can be checked beforehand is checked before any process is start
 the hosts that cannot take part, with a reason, and nothing has been changed on any host.
 
 An alias that ssh knows is not an address, so addresses are never taken from the hosts' names. A host reports the
-address under which it sees this machine (ssh's SSH_CONNECTION); its processes can dial that address if it belongs to
-this machine and not to a router in between.
+address under which it sees this machine (ssh's variable); its processes can dial that address if it belongs to this
+machine and not to a router in between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def root_addresses(
         has_servers: whether the root is a scheduler.
 
     Raises:
-        ConfigError: a host sees this machine behind a router, so that it cannot dial it; or no such interface exists.
+        ConfigError: a host sees this machine behind a router, so that the host cannot dial it; or it has no
+            such interface.
     """
     if root is not None and not root.is_here:
         if root.found.get("no_interface"):
@@ -87,7 +88,7 @@ def listening_address(addresses: Sequence[str]) -> str:
 
 
 def is_address_of_this_machine(address: str) -> bool:
-    """Whether a network card of this machine has the address."""
+    """Whether a network card of this machine has it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -104,9 +105,7 @@ def run_on_hosts(
 
     Args:
         options: those of ``kvdist-launch``.
-        job: the job; its port and addresses are determined here.
-        hosts: its hosts.
-        supervisor: runs the processes.
+        job: the request; the run finds its port and addresses.
         environ: the launcher's variables.
 
     Raises:
@@ -120,7 +119,7 @@ def run_on_hosts(
 
 
 class _HostJob:
-    """The steps of `run_on_hosts`, in order, and their results."""
+    """The steps, in order, and their findings."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class _HostJob:
         return self._supervisor.run(assignments, self._listening, secret, elsewhere, self._job.losses)
 
     def _connect(self) -> None:
-        """Connect to all hosts. If some cannot be reached, the problems of all hosts are reported together."""
+        """Reach all hosts. If a host cannot be reached, all mistakes of all hosts are reported at once."""
         self._pool.connect()
         if self._is_checked and any(one.problem for one in self._connections):
             self._check(None)
@@ -233,7 +232,7 @@ class _HostJob:
         require_all(self._connections)
 
     def _copy(self, sync: SyncOptions) -> None:
-        """Copy to every host; to this machine too, if it is among the hosts and the destination is another folder."""
+        """Copy to every host; to this machine too, if it is among them and the folder is another."""
         runs: list[RsyncRun] = []
         watchdog = Watchdog()
         try:
@@ -288,7 +287,7 @@ class _HostJob:
                 yield f"{one.host.name}: {warning}"
 
     def _assignments(self, processes: Sequence[Process]) -> list[tuple[HostProcesses, list[Process]]]:
-        """The processes of each host to start. This machine is added if only the scheduler runs on it."""
+        """What each host starts. This machine is a further host if only the scheduler runs on it."""
         hosts: dict[int, HostProcesses] = {index: one.processes for index, one in enumerate(self._connections)}
         here = next((one.processes for one in self._connections if one.is_here), None)
         hosts[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor, self._supervisor.exits)

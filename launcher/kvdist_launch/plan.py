@@ -1,16 +1,16 @@
 """Plan of a job: which process runs on which host, with which argv and which environment.
 
-Pure: no function starts a process or reads a machine, so a plan can be compared with a file and printed. No shell ever
-sees an argument or a value; they reach the processes byte for byte.
+Pure: nothing in it starts a process or reads a machine, so a plan can be compared with a file and printed. No shell
+ever sees an argument or a value; they reach the processes byte for byte.
 
 Processes take turns over the hosts as in MXNet, servers first: number i of servers and workers together goes to host i
 modulo the number of hosts; a host that does not take the role, or has no free slot, is skipped. Then ranks are assigned
 in the order of the hosts, so worker 0 is on the first host with workers, and the workers of a host have consecutive
 ranks. Horovod's way fills all slots of a host before the next.
 
-A process's environment, later layers winning: the variables of its host without those of an earlier job, defaults,
-forwarded variables (other hosts only), ``--env``, the role's ``--env-...``, and the process's identity in the cluster.
-Settings of kvdist come from the launching machine alone, so that all hosts have the same.
+A process's environment, later values win: the host's without the variables of an earlier job, defaults, forwarded
+variables (other hosts only), ``--env``, the role's ``--env-...``, and the process's identity in the cluster. Settings
+of kvdist come from the launching machine alone, so that all hosts have the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvdist_launch.security import VARIABLE as SECRET_FILE
 
 THIS_MACHINE = "this machine"
 LAUNCHER = -1
-"""Index of the launching machine, which need not be among the hosts."""
+"""The index of the launching machine, which need not be among the hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ProcessPlace:
         local_rank: counts the processes of this role on this host.
         local_size: number of workers on its host, if it is a worker.
         cross_rank: its host's position among the hosts that have a worker of its local rank.
-        cross_size: number of those hosts.
+        cross_size: number of such hosts.
     """
 
     node: NodeId
@@ -116,7 +116,7 @@ def _with_positions(placements: Sequence[ProcessPlace]) -> list[ProcessPlace]:
 
 
 def workers_of_slots(hosts: Sequence[Host]) -> int:
-    """The default number of workers: the sum of all slots.
+    """The number of workers without the option: the sum of all slots.
 
     Raises:
         ConfigError: a host that takes workers does not have slots.
@@ -194,13 +194,13 @@ HOROVOD_PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Facts about a machine that a plan is based on.
+    """The facts of a machine that a plan needs.
 
     Attributes:
-        cores: CPU cores that the job's processes may use on it; 0 if unknown.
+        cores: CPU cores that the job's processes may use; 0 if unknown.
         python: the path of its interpreter.
-        address: the address under which the other machines of the job reach it.
-        environ: its environment variables.
+        address: where the other machines of the job reach it.
+        environ: its variables.
         scheduler: the address under which it reaches the scheduler; empty is that of the scheduler's host.
     """
 
@@ -220,8 +220,8 @@ class Process:
         argv: the program and its arguments.
         environment: the changes to its host's environment.
         cwd: the folder it starts in; None is that of the launcher or agent.
-        is_told_of_endings: whether its standard input gets a line for each process that ended (``ended worker 1 exit
-            3``); the input of other processes is empty.
+        is_told_of_endings: whether its standard input gets a line for each process that ended
+            (``ended worker 1 exit 3``); the input of the others is empty.
         is_root: whether all others dial it, so that it inherits the listening socket: the scheduler, or in a job
             without servers worker 0.
         is_called: whether it gets the bytes of a call on its standard input, and writes a result to a descriptor, whose
@@ -292,10 +292,8 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
     """The processes of `job`, in starting order.
 
     Args:
-        job: the job.
-        hosts: its hosts.
-        facts: the facts about each of `hosts`.
-        launcher: the facts about the launching machine; its address is the one that the hosts reach it by.
+        facts: the facts of each of `hosts`.
+        launcher: the facts of the launching machine; its address is where the hosts reach it.
 
     Raises:
         ConfigError: the hosts do not have room for all processes, a variable has an impossible value, or the worker of
@@ -339,7 +337,7 @@ def moved(
     process: Process,
     lost: Collection[int],
 ) -> Process:
-    """Move a worker of a lost host to the host with a free slot and the fewest workers, or else keep its host.
+    """A worker whose host is lost, as it runs on the host with a free slot and the fewest workers, else on its host.
 
     Args:
         job, hosts, facts, launcher: as for `plan`.
@@ -417,8 +415,7 @@ def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[st
 
 
 def share_of_devices(devices: Sequence[str], local_rank: int, workers: int) -> Sequence[str]:
-    """A worker's share of the devices of its host, which has `workers` workers: a block, or a shared device in turn if
-    there are fewer devices than workers."""
+    """The devices of a worker among `workers`: a separate block, or with fewer devices a device in turn."""
     if len(devices) < workers:
         return [devices[local_rank % len(devices)]]
     return devices[local_rank * len(devices) // workers : (local_rank + 1) * len(devices) // workers]
@@ -471,8 +468,8 @@ def _environment(
 def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
     """The process's identity, and the settings of kvdist of the launching machine.
 
-    They are read through the configuration, so that mistakes in them are reported before any process starts. It cannot
-    describe a job without servers, so such a job is described with a server that is left out at the end.
+    They are read through the configuration, so that mistakes in them appear before anything starts. It knows no job
+    without servers, so such a job is described to it with a server that is left out at the end.
     """
     identity = ClusterConfig(
         role=node.role,
@@ -500,7 +497,7 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
 
 
 UNBOUND = 1
-"""The root's port until it is bound; a preview says that it is chosen at the start."""
+"""The root's port until it is bound; a preview states that it is chosen at the start."""
 ROOT_PORT = "DMLC_PS_ROOT_PORT"
 
 PLACEMENT_TITLES = ("machine", "scheduler", "servers", "workers", "threads each", "GPUs")

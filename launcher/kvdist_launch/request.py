@@ -50,12 +50,12 @@ INTERPRETERS = {
 def parse_command(
     words: Sequence[str], path: str | None, is_here: bool = True, is_read_here: bool = False, modules: str = ""
 ) -> tuple[str, ...]:
-    """The argument list of the user's command: the words, or if there is only one, the words quoted in it.
+    """The argument list of the user's command: the words, or the words that a single word quotes.
 
     Args:
         path: where programs are searched, as in the variable PATH; None is the system's default.
         is_here: whether it runs on this machine, so that the program, and the script that it runs, must exist.
-        is_read_here: whether a script of the current folder must exist, as it runs here too, or is copied from here.
+        is_read_here: whether a script of the current folder must exist, as this machine runs or copies it.
         modules: folders in which Python finds modules besides, as in the variable PYTHONPATH.
 
     Raises:
@@ -165,7 +165,7 @@ def _require_program(program: str, path: str | None) -> None:
 
 
 def _near_program(program: str, path: str | None) -> str:
-    """The program of the PATH whose name is most like this one; '' if none is."""
+    """The program of the PATH whose name is most like this name; '' if none is."""
     from difflib import get_close_matches  # here, as few need it and every job would wait for it
 
     names: set[str] = set()
@@ -179,7 +179,7 @@ ROLE_COMMAND = (PYTHON, *module_words("kvdist"))
 """What schedulers and servers run."""
 
 RETURN_S = "120"
-"""How many seconds the servers keep the weights for a worker that is started again, if it was the last one."""
+"""How many seconds the servers keep the weights for a worker that is started again, if it was the last worker."""
 
 GRACE_S = 5.0
 GRACE_WITHOUT_SERVERS_S = 2.0
@@ -201,12 +201,12 @@ ELSEWHERE_WITHOUT_SERVERS = {
     "--emit kubernetes": "take a job whose pods get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, such as"
     " a TrainJob with a torch policy",
 }
-"""For each target that starts scheduler and servers too: how to start a job without servers there."""
+"""For each target that starts scheduler and servers too: how to start a job without servers by that target."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call of a launcher.
+    """A call of a launcher.
 
     Attributes:
         options: those of ``kvdist-launch``.
@@ -231,7 +231,7 @@ def hosts_of(request: Request) -> list[Host]:
     """The hosts of the job; this machine if none is named.
 
     Raises:
-        ConfigError: they are not valid, or there is no way to start processes on them.
+        ConfigError: they are not valid, or the launcher cannot start processes on them.
     """
     options = request.options
     if request.hosts is not None:
@@ -407,7 +407,7 @@ def _num_workers(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 
 
 def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables for every process: of files, then ``-x``, then ``--env``, later ones winning."""
+    """The variables for every process: of files, then ``-x``, then ``--env``; later values win."""
     start_timeout_s = None if options.start_timeout is None else f"{options.start_timeout:g}"
     wanted = {
         "KVDIST_INTERFACE": options.interface,

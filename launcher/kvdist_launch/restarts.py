@@ -6,16 +6,15 @@ Rules:
   after any other failure.
 - The same failure a second time, whichever workers had it, ends the job: the same exception and exit code, or for
   processes that lived for less than a minute the same last line on standard error, if any, and exit code. A mistake of
-  the program would end each worker in turn. A signal is no mistake of the program, also where a shell in between
-  reports it by its exit code.
-- A restart is immediate after a life that was at work, if a signal, a lost host or a lost peer ended it: the next life
-  need not end the same way. At work is a worker that has made a step, a server that has rejoined, and the scheduler
-  when it knows of either.
-- A failure that may repeat by itself (a life that ends before it was at work, or by its exception or exit code) leads
-  to an immediate restart the first time, then after 1, 2, 4 and more seconds, at most 30. A life of at least a minute
-  resets this delay.
-- After a lost peer the delay is at least a second, see `CONSEQUENCE_DELAY_S`.
-- Each process is restarted at most N times.
+  the program would take worker after worker, so this ends the job. A signal is no mistake of the program, also
+  where a shell between reports it by its exit code.
+- A start comes at once after a life that was at work, if a signal, a lost host or a lost peer ended it: nothing
+  indicates that the next life ends so, too. At work is a worker that has completed a step, a server that has joined the
+  others again, and the scheduler when it knows of either.
+- What may repeat by itself is started at once the first time, then after 1, 2, 4 and more seconds, at most 30: a life
+  that ends before it was at work, or by its exception or exit code. A life of a minute begins anew.
+- After a lost peer it is a second at the least, see `CONSEQUENCE_DELAY_S`.
+- Each process is started again at most N times.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, TORCH_PREFIX, Process
 from kvdist_launch.output import shortened
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
-"""Roles whose processes can rejoin the cluster after a loss. Servers can where snapshots or replicas exist."""
+"""The roles whose processes can join the cluster that they were lost to. Servers can with snapshots or
+copies of their slices."""
 
 HEALTHY_S = 60.0
 """Life of a process, in seconds, after which its end is not put down to how it was started."""
@@ -39,7 +39,7 @@ HEALTHY_S = 60.0
 DELAY_MAX_S = 30.0
 
 CONSEQUENCE_DELAY_S = 1.0
-"""Delay after the loss of a peer: by then the process that caused the loss has ended too, and been judged."""
+"""A process that lost a peer may know that the job ends; by then the process that is the cause of it has ended too."""
 
 FENCED = f"{FencedError.__module__}.{FencedError.__qualname__}"
 
@@ -60,7 +60,7 @@ class Verdict:
 
 
 class Restarts:
-    """Counts the restarts of each process and remembers the errors that ended them.
+    """How often each process was started, and the words with which it ended.
 
     Args:
         limit: how often each process may be restarted.
@@ -76,12 +76,12 @@ class Restarts:
         """(error, exit code) → the worker that it ended first."""
 
     def judge(self, one: ProcessExit, lived_s: float, was_at_work: bool = False) -> Verdict | None:
-        """Decide what follows a failure; None if a restart would not help.
+        """What follows this failure; None if no start would mend it.
 
         Args:
             one: how the process ended.
             lived_s: seconds since its start.
-            was_at_work: whether it had made a step, or the equivalent for its role.
+            was_at_work: whether it had completed a step, or the equivalent for its role.
         """
         is_worker = one.node.role is Role.WORKER
         if one.node.role not in self._roles or not (is_worker or (one.status < 0 and not one.lost)):
@@ -112,7 +112,7 @@ class Restarts:
 
 
 def _own_words(one: ProcessExit, lived_s: float) -> str:
-    """The error that ended it, if its program caused it; empty if not, or not known."""
+    """Why it ended, if its program is the reason; empty if not, or if unknown."""
     if one.status <= 0 or one.lost or one.is_consequence:
         return ""
     line = shortened(TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip()), SENTENCE_MAX)

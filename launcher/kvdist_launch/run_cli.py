@@ -1,7 +1,7 @@
 """The command ``kvdist-run``: the options of ``horovodrun`` 0.28, translated to those of ``kvdist-launch -s 0``.
 
 Most mean the same. `FOREIGN` has those that do not: options that tune machinery that kvdist does not have are accepted
-with one warning, so that scripts go on working; options that would change the number of processes are refused.
+with a single warning, so that scripts go on working; options that would change the number of processes are refused.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ FOREIGN = (
     Foreign("min_num_proc max_num_proc slots reset_limit cooldown_range host_discovery_script min_np max_np",
             f"{NOT_YET}; leave it out, and give num_proc, the number of workers for the whole job", is_refused=True),
 )  # fmt: skip
-"""All that is accepted without effect, with one warning, or refused."""
+"""All that is accepted without effect, with a warning, or refused."""
 
 FOREIGN_NAMES = {name: row for row in FOREIGN for name in re.findall("[^=: ]+", row.names)}
 
@@ -174,7 +174,7 @@ class ShowBuild(argparse.Action):
 
 
 def _torch_backends() -> dict[str, bool]:
-    """Which backends torch has; asked in a process of its own, as the launcher does not import torch."""
+    """Which backends torch has; asked in a separate process, as the launcher does not import torch."""
     asked = f"{LEAVE_FOLDER}; import torch.distributed as d; print(d.is_nccl_available(), d.is_gloo_available())"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     nccl, _, gloo = done.stdout.strip().partition(" ")
@@ -201,7 +201,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """The values of kvdist-run's options, those given that have no effect, and the user's command.
+    """The values of kvdist-run's options, the foreign options among the words, and the user's command.
 
     Raises:
         SystemExit: argparse answered (``--help``, ``--version``, ``--check-build``) or refused the options.
@@ -320,7 +320,7 @@ NOT_ENCRYPTED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a job as the command line says and return the launcher's exit code.
+    """Run the job of a command line and return the launcher's exit code.
 
     Args:
         argv: the words after the program's name; None takes those this process was started with.
@@ -347,12 +347,12 @@ def request_of(
     """The request to ``kvdist-launch``.
 
     Args:
-        own: the options of ``kvdist-run``.
+        own: options of ``kvdist-run``.
         environ: the launcher's variables.
-        this_machine: the name of this machine, which may be one of the hosts.
+        this_machine: the name of this machine, which may be among the hosts.
 
     Raises:
-        ConfigError: the hosts are not valid, or have too few slots, or there is to be encryption between them.
+        ConfigError: the hosts are not valid, or have too few slots, or encryption between them is requested.
     """
     hosts = hosts_of(own.hosts, own.hostfile, own.num_proc, this_machine)
     options = parse_options([])
@@ -386,7 +386,7 @@ def security_between(variables: Mapping[str, str]) -> str:
     """The value of ``--security`` for workers on several machines, which cannot encrypt.
 
     Raises:
-        ConfigError: a variable asks for it; there is no option, so that is how users ask.
+        ConfigError: a variable asks for it; users cannot ask by an option.
     """
     asks = variables.get("KVDIST_SECURITY", "").lower() == "curve"
     if asks or variables.get("KVDIST_SECRET_FILE"):
@@ -403,9 +403,9 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
 
     Args:
         hosts_text: such as ``host:2,host2:2``.
-        hostfile: a file of lines ``HOST slots=N``; with neither all processes are here.
-        num_proc: how many processes there are.
-        this_machine: the name of this machine, which may be one of the hosts.
+        hostfile: a file of lines ``HOST slots=N``; with neither all processes run on this machine.
+        num_proc: number of processes.
+        this_machine: the name of this machine, which may be among the hosts.
 
     Raises:
         ConfigError: the hosts are not valid, or have too few slots.
@@ -435,7 +435,7 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
 
 
 def _is(host: Host, this_machine: str) -> bool:
-    """Whether a host is this machine under its own name; a user or a port asks for ssh even to it."""
+    """Whether a host is this machine under its name; a user or a port asks for ssh even to it."""
     names = {this_machine.lower(), this_machine.lower().partition(".")[0]}
     return host.name.lower() in names and not host.asks_for_ssh
 

@@ -1,4 +1,4 @@
-"""Runs the processes of a plan to their end: one selector loop for output, exits, signals and deadlines.
+"""Runs the processes of a plan to their end: a selector loop for output, exits, signals and deadlines.
 
 `Job` decides, `Supervisor` carries out. `Supervisor.run` returns only when every process it started has ended and been
 reaped, together with the rest of their process groups.
@@ -30,7 +30,7 @@ Assignment = tuple[HostProcesses, Process]
 """A process, and the processes of the host on which to run it."""
 
 DRAIN_S = 0.5
-"""Time to wait for output of processes that outlive their parent (such as ``tee``)."""
+"""How long to wait for output of processes that outlive their parents (such as ``tee``)."""
 
 FAR_DRAIN_S = 3.0
 """Time to wait for that output if agents of other hosts drain it first."""
@@ -67,11 +67,11 @@ class Calls(Protocol):
 
 
 class Supervisor:
-    """Runs an attempt at a job. The processes of each host use its selector, and it is their listener.
+    """Runs an attempt at a job. The processes of each host are created with its selector, and it is their listener.
 
     Args:
-        output: receives the output of the processes.
-        err: sink of the launcher's messages.
+        output: takes what processes print.
+        err: where the launcher's messages go.
         grace: how long to wait for processes that should end.
         launched: the start of the launcher, by the monotonic clock; None is now.
         events: brings exits and interruptions; None takes the signals of this process.
@@ -226,7 +226,7 @@ class Supervisor:
 
     @property
     def is_on_terminal(self) -> bool:
-        """Whether the launcher's own messages go to a terminal, which can show a progress bar."""
+        """Whether the launcher's messages go to a terminal, which can show a progress bar."""
         return self._err.is_terminal
 
     def say(self, text: str) -> None:
@@ -263,7 +263,7 @@ class Supervisor:
             )
 
     def _take_news(self, data: bytes) -> None:
-        """Handle the scheduler's messages about workers and servers; see `NEWS`."""
+        """Handle the scheduler's reports about workers and servers."""
         for found in filter(None, map(NEWS.fullmatch, self._news.feed(data))):
             node, life = NodeId(Role(found[2].decode()), int(found[3])), int(found[4])
             if found[1] == b"joined":
@@ -306,7 +306,7 @@ class Supervisor:
             self._host_of[SCHEDULER].tell(SCHEDULER, line)
 
     def _start_again(self, node: NodeId, life: int) -> None:
-        """Restart a process that has ended; if its host is lost, on another host."""
+        """Start a process that has ended; if its host is lost, on another host."""
         host, process = self._host_of[node], self._processes[node]
         if host.failure and self._elsewhere is not None:
             host, process = self._elsewhere(process)
@@ -353,7 +353,7 @@ class Supervisor:
                 host.beat(now)
 
     def _drain(self) -> None:
-        """Read output in flight. A slow reader of the launcher's output delays the deadline."""
+        """Read the rest of the output. A slow reader of the launcher's output delays the deadline."""
         for host in self._hosts:
             host.dismiss()
         patience_s = FAR_DRAIN_S if any(host.host for host in self._hosts) else DRAIN_S
