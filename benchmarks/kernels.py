@@ -7,7 +7,6 @@ than the caches hold, as a server's keys do; except for the small size, which is
 the bytes that must be read and written, at the speed of copying a large array; where little is written a kernel can be
 faster than that, because a copy waits for what it writes. torch's fused optimizers take a single
 gradient and update in place, so that they move fewer bytes: their rows stand beside ours in place, with one source.
-`averaged` is `momentum` with an average of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ SETS_MAX = 16
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {},
     "momentum": {"momentum": 0.9},
-    "averaged": {"momentum": 0.9, "average_half_life": 100},
     "nag": {},
     "adam": {},
     "adamw": {},
@@ -116,12 +114,12 @@ def rows(elements: int, repeats: int, copy: float, with_torch: bool) -> list[Res
     for sources in (2, 4):
         row("sum", sources, 0, False, {name: summing(kernels) for name, kernels in backends.items()})
     for name, numbers in OPTIMIZERS.items():
-        optimizer = create("sgd" if name in ("momentum", "averaged") else name, wd=0.01, **numbers)
-        states = len(optimizer.kept_names)
+        optimizer = create("sgd" if name == "momentum" else name, wd=0.01, **numbers)
+        states = len(optimizer.state_names)
         calls = {backend: updating(kernels, optimizer) for backend, kernels in backends.items()}
         for sources in (2, 4):
             row(name, sources, states, False, calls)
-        fused = {"torch": torch_call(name)} if with_torch and name != "averaged" else {}
+        fused = {"torch": torch_call(name)} if with_torch else {}
         row(name, 1, states, True, {**calls, **fused})
     return found + coding_rows(backends, elements, repeats, copy)
 

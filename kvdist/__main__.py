@@ -24,6 +24,7 @@ from kvdist.config.environment import describes_cluster
 from kvdist.config.processes import module_words
 from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError, KvdistError
+from kvdist.removed import AVERAGES_ELSEWHERE
 from kvdist.version import __version__
 
 
@@ -111,7 +112,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     module, _, function = place.partition(":")
     if not function:
         os.execv(sys.executable, [sys.executable, *module_words(module), *words])
-    parser = Parser(prog=f"kvdist {name}", description=f"{about[0].upper()}{about[1:]}.")
+    parser = Parser(prog=f"kvdist {name}", description=f"{about[0].upper()}{about[1:]}.", instead=REMOVED.get(name))
     getattr(import_module(module), function)(parser)
     options = parser.parse_args(words)
     try:
@@ -121,6 +122,10 @@ def _run(name: str, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return int(code) if _show(text) else 1
+
+
+REMOVED = {"export": {"--average": f"it was removed: use {AVERAGES_ELSEWHERE}"}}
+"""Subcommand → its options of earlier versions → what to use instead."""
 
 
 def overview() -> str:

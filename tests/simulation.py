@@ -1356,9 +1356,6 @@ SCENARIOS: dict[str, Scenario] = {
     "short pause": Scenario(victims=("server-1",), pause_s=2.5),
     "long pause": Scenario(num_workers=3, rounds=5, victims=("worker-2",), pause_s=8.0),
     "rows": Scenario(num_workers=3, rounds=6, tables=True, saves=0.0),
-    "averages": Scenario(num_workers=3, rounds=6, optimizer="averaged", saves=0.7),
-    "averages async": Scenario(rounds=5, mode="async", optimizer="averaged", saves=0.7),
-    "averages in a storm": Scenario(optimizer="averaged", weather=STORM, limits=STORM_LIMITS),
     **_at_own_pace("quota", QUOTA),
     # A round takes longer than the news of a death, so the dead one has reported for a round that is open.
     "quota and a worker that dies in a long round": replace(
@@ -1442,7 +1439,6 @@ SCENARIOS: dict[str, Scenario] = {
     "fills until its server is killed": replace(FILLS, later="server-2", spread_s=0.15, rounds=12),
     "fills and a dead neighbour": replace(FILLS, later="server-2", rounds=30, spread_s=1.0),
     "fills with momentum": replace(FILLS, optimizer="momentum", rounds=30, lives=4),
-    "fills with averages": replace(FILLS, optimizer="averaged", rounds=24, lives=4),
     "fills near the end": replace(FILLS, saves=0.9, full=0.0, fault_round=13, spread_s=0.5, lives=2),
     "fills as a checkpoint is loaded": replace(
         FILLS,
@@ -1635,7 +1631,6 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "goes back": replace(GOES_BACK, victims=("server-1",)),
     "goes back from late barriers": replace(GOES_BACK, victims=("server-1",), barrier_s=LATE.barrier_s),
-    "goes back with averages": replace(GOES_BACK, victims=("server-1",), optimizer="averaged"),
     "goes back without both servers": replace(GOES_BACK, victims=("server-0", "server-1")),
     "goes back again and again": replace(GOES_BACK, victims=("server-0", "server-1"), rounds=30, lives=4),
     "goes back with momentum": replace(GOES_BACK, victims=("server-0",), optimizer="momentum"),

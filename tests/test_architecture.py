@@ -29,6 +29,7 @@ FLOORS = {
     "kvdist.naming": 1,
     "kvdist.nodes": 1,
     "kvdist.reduce_op": 1,
+    "kvdist.removed": 0,
     "kvdist.schema": 1,
     "kvdist.kernels": 2,
     "kvdist.protocol": 2,

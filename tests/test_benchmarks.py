@@ -146,7 +146,7 @@ def test_kernels_are_measured_beside_each_other(tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert {result["backend"] for result in results} == {"numpy", "numba"}
     coders = set(load("kernels").CODERS)
-    rules = {"sgd", "momentum", "averaged", "nag", "adam", "adamw"}
+    rules = {"sgd", "momentum", "nag", "adam", "adamw"}
     assert {result["kernel"] for result in results} == {"sum"} | rules | coders
     assert {"2-bit", "2-bit back"} <= coders
 

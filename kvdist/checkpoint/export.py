@@ -30,7 +30,6 @@ from kvdist.checkpoint.snapshot import WEIGHTS, Bits, Manifest, SavedKey
 from kvdist.config.paths import expanded
 from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError, ConfigError
-from kvdist.kernels.quantization import from_float32
 from kvdist.naming import name_of
 
 FRAMEWORK = {"format": "pt"}
@@ -56,9 +55,7 @@ class Exported:
     nbytes: int
 
 
-def export(
-    source: Path, out: Path, step: int | None = None, *, overwrite: bool = False, average: bool = False
-) -> Exported:
+def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool = False) -> Exported:
     """Write the weights of a checkpoint into a single file, which any reader of safetensors loads.
 
     All checksums are compared before the file is written. Only a single key at a time is in memory. The file gets its
@@ -69,11 +66,9 @@ def export(
         out: path of the file.
         step: step of the checkpoint; None for the newest.
         overwrite: whether an existing file may be replaced.
-        average: whether to write the averages of the weights instead, rounded to their types; see
-            `Optimizer.average_half_life`.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, has no weights or no averages, or two keys share a name.
+        CheckpointError: the checkpoint is missing or damaged, has no weights, or two keys share a name.
         ConfigError: the file exists, or its path is unusable.
     """
     _require_room(out, overwrite)
@@ -83,15 +78,10 @@ def export(
         raise CheckpointError(f"{folder} is the checkpoint of step {manifest.step}, not of step {step}")
     if WEIGHTS not in manifest.contents:
         raise CheckpointError(f"{folder} holds the states of an optimizer and no weights: there is nothing to export")
-    if average and (manifest.optimizer or {}).get("average_half_life") is None:
-        raise CheckpointError(
-            f"{folder} has no averages of the weights, as the optimizer had no average_half_life: export the weights,"
-            " without --average"
-        )
     names = _names(folder, manifest)
     shards = Shards(folder, manifest)
     shards.verify()
-    tensors = [tensor for one in manifest.keys for tensor in _tensors(shards, one, names[one.key], average)]
+    tensors = [tensor for one in manifest.keys for tensor in _tensors(shards, one, names[one.key])]
     metadata = {**FRAMEWORK, "kvdist.step": str(manifest.step), **_lazy(shards, manifest, names)}
     with explained(f"{out} could not be written"):
         try:
@@ -152,10 +142,8 @@ def _called(one: SavedKey, name: str) -> list[str]:
     return [name + INDICES, name + VALUES] if one.is_lazy else [name]
 
 
-def _tensors(shards: Shards, one: SavedKey, name: str, average: bool) -> list[Tensor]:
+def _tensors(shards: Shards, one: SavedKey, name: str) -> list[Tensor]:
     dtype, size = from_name(one.dtype), math.prod(one.shape)
-    if average and dtype.is_floating:
-        return [Tensor(name, dtype, one.shape, lambda: _stored(shards.average(one.key, size, dtype), dtype))]
     if not one.is_lazy:
         return [Tensor(name, dtype, one.shape, lambda: shards.whole(one.key, size, dtype))]
     row, count = math.prod(one.shape[1:]), shards.num_rows(one.key)
@@ -172,10 +160,6 @@ def _tensors(shards: Shards, one: SavedKey, name: str, average: bool) -> list[Te
 
     first, second = _called(one, name)
     return [Tensor(first, DType.INT64, (count,), indices), Tensor(second, dtype, (count, *one.shape[1:]), values)]
-
-
-def _stored(values: Bits, dtype: DType) -> Bits:
-    return values if dtype.storage == dtype.accumulate else from_float32(values, dtype)
 
 
 def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) -> dict[str, str]:
@@ -196,7 +180,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="a folder of checkpoints, or of one step")
     parser.add_argument("out", metavar="OUT", help="the file to write, such as model.safetensors")
     parser.add_argument("--step", type=int, metavar="N", help="the step to export (default: the newest)")
-    parser.add_argument("--average", action="store_true", help="write the averages of the weights, if they were kept")
     parser.add_argument("--force", action="store_true", help="replace OUT if the file exists")
     parser.set_defaults(command=_export)
 
@@ -210,7 +193,7 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export(options: argparse.Namespace) -> tuple[str, int]:
     source, out = Path(expanded(options.checkpoint)), Path(expanded(options.out))
-    done = export(source, out, options.step, overwrite=options.force, average=options.average)
+    done = export(source, out, options.step, overwrite=options.force)
     return f"{out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_size_text(done.nbytes)}", 0
 
 

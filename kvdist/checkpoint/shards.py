@@ -21,6 +21,7 @@ import numpy as np
 from kvdist.checkpoint.files import require_intact, require_present
 from kvdist.checkpoint.format import Tensor, TensorFile, read_manifest, write_tensors
 from kvdist.checkpoint.snapshot import (
+    DROPPED_STATE,
     STATES,
     WEIGHTS,
     Bits,
@@ -32,9 +33,7 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
-from kvdist.kernels.quantization import to_float32
 from kvdist.naming import name_of
-from kvdist.optimizer.base import AVERAGE
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.states import SliceState
 
@@ -225,14 +224,6 @@ class Shards:
         assert weight is not None
         return weight
 
-    def average(self, key: int | str, size: int, dtype: DType) -> Bits:
-        """Return the average of all elements of a key, in `DType.accumulate`; the value of elements that were never
-        updated."""
-        pieces = self._covering(WantedSlice(0, key, 0, size, dtype))
-        for piece in pieces:
-            self._verify(piece.file.path)
-        return _averages(_parts(WantedSlice(0, key, 0, size, dtype), pieces), size, dtype)
-
     def rows(self, key: int | str, size: int, row: int, dtype: DType, contents: Sequence[str]) -> SliceImage:
         """Read a lazy table of `size` elements, with `row` elements a row: the ids and these contents of its existing
         rows."""
@@ -282,7 +273,7 @@ class Shards:
                 " on the same server now: load it with as many servers as it was saved with"
             )
         for piece in updated:
-            if _of_rule(piece.states) != _of_rule(wanted.state_names):
+            if piece.states not in (wanted.state_names, (*wanted.state_names, DROPPED_STATE)):
                 raise CheckpointError(
                     f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of {name_of(wanted.key)}, where"
                     f" the optimizer has {', '.join(wanted.state_names) or 'none'}"
@@ -295,12 +286,8 @@ class Shards:
                 " by rows: call set_optimizer before init, so that it is cut between rows"
             )
 
-        arrays = tuple(
-            _averages(parts, size, wanted.dtype)
-            if name == AVERAGE
-            else _gathered(having, f"{STATES}/{name}", size, accumulate, row)
-            for name in wanted.state_names
-        )
+        names = (f"{STATES}/{name}" for name in wanted.state_names)
+        arrays = tuple(_gathered(having, name, size, accumulate, row) for name in names)
         master = _gathered(having, MASTER, size, accumulate) if wanted.has_master else None
         # Slices of a key have had the same number of updates; in asynchronous stores the highest number counts.
         newest = max(updated, key=lambda piece: piece.updates)
@@ -336,30 +323,6 @@ def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Pa
             found.append(ids[begin:end])
             at += (end - begin) * row
     return parts, np.concatenate(found)
-
-
-def _of_rule(states: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the states without the average, which may be switched on or off at a load."""
-    return tuple(name for name in states if name != AVERAGE)
-
-
-def _averages(parts: Sequence[_Part], size: int, dtype: DType) -> Bits:
-    """Return the average of the weights. Parts without an average begin with the weight."""
-    out: Bits = np.zeros(size, dtype.accumulate)
-    for part in parts:
-        file, target = part.piece.file, out[part.at : part.at + part.count]
-        if AVERAGE in part.piece.states:
-            file.read_into(f"{part.piece.name}/{STATES}/{AVERAGE}", part.begin, target)
-            continue
-        if f"{part.piece.name}/{WEIGHT}" not in file.entries:
-            raise CheckpointError(
-                f"{file.path} has neither an average of {part.piece.name} nor its weights, with which one begins: load"
-                " a checkpoint that save_checkpoint has made"
-            )
-        weight: Bits = np.zeros(part.count, dtype.storage)
-        file.read_into(f"{part.piece.name}/{WEIGHT}", part.begin, weight)
-        target[...] = weight if dtype.storage == dtype.accumulate else to_float32(weight, dtype)
-    return out
 
 
 def _gathered(parts: Sequence[_Part], what: str, size: int, dtype: Any, row: int = 1) -> Bits:

@@ -29,7 +29,9 @@ Ids = npt.NDArray[np.int64]
 
 WEIGHTS, STATES = "weights", "states"
 EVERYTHING = (WEIGHTS, STATES)
-"""Parts that a checkpoint can have. Averages of the weights are states."""
+"""Parts that a checkpoint can have."""
+DROPPED_HYPERPARAMETER, DROPPED_STATE = "average_half_life", "average"
+"""Earlier versions kept averages of the weights, as the last of the states; loading drops them."""
 
 SERVER_FILE = re.compile(r"server-[0-9]{1,9}-[0-9a-f]{1,64}\.safetensors")
 WORKER_FILE = re.compile(r"worker-([0-9]{1,9})-[0-9a-f]{1,64}\.json")
@@ -116,6 +118,11 @@ class Manifest:
     data: Mapping[str, Any] | None = None
 
     @property
+    def has_averages(self) -> bool:
+        """Whether an earlier version has saved averages of the weights, which loading drops."""
+        return (self.optimizer or {}).get(DROPPED_HYPERPARAMETER) is not None
+
+    @property
     def shards(self) -> list[FileRecord]:
         """Files with arrays."""
         return [file for file in self.files if not WORKER_FILE.fullmatch(file.name)]
@@ -190,7 +197,7 @@ def chosen_optimizer(description: Mapping[str, Any]) -> Optimizer:
         CheckpointError: this process has no optimizer with this name and these options.
     """
     try:
-        return from_description(dict(description))
+        return from_description({name: one for name, one in description.items() if name != DROPPED_HYPERPARAMETER})
     except ValueError as error:
         raise CheckpointError(f"the optimizer of the checkpoint cannot be used here: {error}") from None
 
@@ -258,7 +265,7 @@ class SliceImage:
 
     def with_state(self, state: SliceState | None, optimizer: Optimizer) -> SliceImage:
         """Return the image with a state of this optimizer; None: before the first update."""
-        return replace(self, has_state=True, state=state, state_names=optimizer.kept_names)
+        return replace(self, has_state=True, state=state, state_names=optimizer.state_names)
 
     @property
     def states(self) -> dict[str, Bits]:
@@ -302,7 +309,7 @@ class WantedSlice:
             return self
         master, row = has_master(optimizer, self.dtype), max(1, row_length) if optimizer.by_rows else 1
         from_weight = master or bool(optimizer.states_from_weight)
-        names = optimizer.kept_names
+        names = optimizer.state_names
         return replace(self, state_names=names, row=row, has_master=master, has_state=True, from_weight=from_weight)
 
     @property

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from kvdist.config.policies import TrainingPolicy
 from kvdist.core.worker.requests import KeyInfo
-from kvdist.errors import ConfigError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows
@@ -57,7 +56,6 @@ class Ability(enum.Enum):
     STATES = enum.auto()
     CLIPPING = enum.auto()
     WEIGHTS = enum.auto()
-    AVERAGES = enum.auto()
 
 
 UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
@@ -90,13 +88,6 @@ UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
         (
             "does not weight values by their samples: multiply them by their number, sum, and divide by the sum of"
             " these numbers, as Trainer.step(samples=n) does; or use 'dist', whose servers do it"
-        ),
-    ),
-    Ability.AVERAGES: (
-        ConfigError,
-        (
-            "keeps no averages of the weights, which only the servers of 'dist' do: leave average_half_life out, and"
-            " average on a worker with torch.optim.swa_utils.AveragedModel"
         ),
     ),
 }
@@ -350,13 +341,7 @@ class Backend(abc.ABC):
         """Use the optimizer whose states are about to be loaded, unless there is one."""
         if self.optimizer is None and saved is not None:
             self.require_able(Ability.OPTIMIZER)
-            self.require_averages(saved)
             self.set_optimizer(saved)
-
-    def require_averages(self, optimizer: Optimizer) -> None:
-        """Raises a `ConfigError` if the optimizer is to average the weights, and the store cannot."""
-        if optimizer.average_half_life is not None:
-            self.require_able(Ability.AVERAGES)
 
     def set_updater(self, function: UpdaterFunction) -> None:
         """Let a function change the values; see `Ability.UPDATER`."""
@@ -406,10 +391,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         """The optimizer's states of keys, copies."""
-
-    def averages(self, key: Keys, out: Value | None) -> Any:
-        """Read averages of the weights; see `KVStore.pull`."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:

@@ -49,6 +49,7 @@ from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.states import SliceState
+from kvdist.removed import AVERAGES_ELSEWHERE, removed_keywords
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Checkpoint
@@ -259,15 +260,8 @@ class KVStore(KVStoreBase):
         options = PushOptions(average, samples)
         return self._transfer(PushPull(key, value, None, priority, Lending.RESIDENT, options, pulls=False))
 
-    def pull(
-        self,
-        key: Keys,
-        out: Value | None = None,
-        priority: int = 0,
-        ignore_sparse: bool = True,
-        *,
-        average: bool = False,
-    ) -> Any:
+    @removed_keywords(average=AVERAGES_ELSEWHERE)
+    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Copy the values of keys into `out`, or into new arrays. Blocks until they have arrived.
 
         The values include at least every earlier push of this worker.
@@ -279,21 +273,12 @@ class KVStore(KVStoreBase):
             priority: keys with a higher number are sent first.
             ignore_sparse: treatment of tables of rows. True leaves a `RowSparse` in `out` unchanged, and is an error
                 without `out`. False pulls all rows. A dense array in `out` gets all rows in both cases.
-            average: will be removed, like `Optimizer.average_half_life`; use
-                ``torch.optim.swa_utils.AveragedModel``.
 
         Returns:
             None, or with ``out=None`` a new array per key, of the kind passed to `init`: an array for a single key, a
             list for a list.
-
-        Raises:
-            ConfigError: with `average`, the servers keep no averages.
-            PushRefused: with `average`, a key is a table, or this worker has come back (``KVDIST_ON_LOSS=wait``) and
-                must first repeat a step.
         """
-        self._begin(Ability.AVERAGES if average else None)
-        if average:
-            return self._backend.averages(key, out)
+        self._begin()
         call = PushPull(key, None, out, priority, Lending.EVERYTHING, PLAIN, False, True, ignore_sparse)
         return self._result_of(self._transfer(call))
 
@@ -569,7 +554,6 @@ class KVStore(KVStoreBase):
         """
         self._begin(Ability.OPTIMIZER)
         chosen = create(optimizer, **hyperparameters)
-        self._backend.require_averages(chosen)
         present = self._backend.optimizer
         with self._backend.reporting():
             if present is not None and chosen.rule() != present.rule():

@@ -368,11 +368,22 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
     elif job.names is None:
         return Checkpoint(folder, 0)
     manifest = read_manifest(folder)
+    if STATES in contents_of(job):
+        _warn_of_averages(folder, manifest, rank)
     workers = read_workers(folder, manifest)
     if job.names is not None and 0 in workers:
         _require_same_order(folder, workers[0].names, job.names)
     states = {one: content.state for one, content in workers.items()}
     return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact, manifest.data)
+
+
+def _warn_of_averages(folder: Path, manifest: Manifest, rank: int) -> None:
+    if manifest.has_averages and rank == 0:
+        LOG.warning(
+            "the averages of the weights in %s, of an earlier version of kvdist, are dropped; weights and states are"
+            " loaded: average on a worker, with torch.optim.swa_utils.AveragedModel",
+            folder,
+        )
 
 
 def _require_same_order(folder: Path, saved: Names, present: Names) -> None:
@@ -724,7 +735,7 @@ class WorkerSaving(Saving):
 
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
         """Return the optimizer whose states were saved."""
-        return self.together(lambda: _saved_optimizer(job), "it could not be read")
+        return self.together(lambda: _saved_optimizer(job, self.rank), "it could not be read")
 
     def together(self, do: Callable[[], T], what: str) -> T:
         """Call `do` on all workers; fails on all if it fails on any.
@@ -746,9 +757,12 @@ class WorkerSaving(Saving):
         return outcome
 
 
-def _saved_optimizer(job: LoadJob) -> Optimizer | None:
-    description = read_manifest(absolute(job.directory)).optimizer
-    return None if description is None else chosen_optimizer(description)
+def _saved_optimizer(job: LoadJob, rank: int) -> Optimizer | None:
+    folder = absolute(job.directory)
+    manifest = read_manifest(folder)
+    if job.names is None:  # else `found_checkpoint` warns
+        _warn_of_averages(folder, manifest, rank)
+    return None if manifest.optimizer is None else chosen_optimizer(manifest.optimizer)
 
 
 def _live(workers: Workers | None) -> list[int]:
@@ -914,7 +928,7 @@ class ServerSaving(Saving):
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
         """Return the optimizer whose states were saved."""
         with self._told_to_all((STATES,)):
-            return _saved_optimizer(job)
+            return _saved_optimizer(job, self._rank)
 
     @contextlib.contextmanager
     def _told_to_all(self, contents: tuple[str, ...]) -> Iterator[None]:
@@ -981,14 +995,6 @@ def pull_totals(ask: Ask, infos: Sequence[KeyInfo]) -> tuple[int, int]:
     return int(samples), int(updates)
 
 
-def pull_averages(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> list[Bits]:
-    """Return the average of the weights of each key, of `DType.accumulate`, after this worker's pushes so far."""
-    found: list[Bits] = [np.empty(info.size, info.dtype.accumulate) for info in infos]
-    part = len(optimizer.kept_names)
-    _move_states(ask, RunKind.PULL_STATE, infos, [(i, part, own) for i, own in enumerate(found)])
-    return found
-
-
 def replace_states(
     ask: Ask, infos: Sequence[KeyInfo], states: Sequence[SliceState | None], optimizer: Optimizer
 ) -> None:
@@ -1003,7 +1009,7 @@ def replace_states(
 
 def _empty_state(info: KeyInfo, optimizer: Optimizer, count: int, scalars: tuple[float, ...]) -> SliceState:
     size = state_size(optimizer, info.size, Extent(info.key, info.shape))
-    arrays = tuple(np.empty(size, info.dtype.accumulate) for _ in optimizer.kept_names)
+    arrays = tuple(np.empty(size, info.dtype.accumulate) for _ in optimizer.state_names)
     master = np.empty(size, info.dtype.accumulate) if has_master(optimizer, info.dtype) else None
     return SliceState(count, arrays, scalars, master)
 

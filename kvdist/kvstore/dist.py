@@ -356,30 +356,6 @@ class DistBackend(Backend):
         elif self.rank == min(self.members):
             give()
 
-    def averages(self, key: Keys, out: Value | None) -> Any:
-        from kvdist.kvstore.checkpoints import pull_averages
-
-        infos, optimizer = self._with_states(values.keys(key))
-        places = None if out is None else [arrays for _, arrays in self.keys.writable(values.pairs(key, out))]
-        if optimizer.average_half_life is None:
-            raise ConfigError(
-                f"this store keeps no averages of the weights: give its optimizer an average_half_life, as in"
-                f" set_optimizer({optimizer.name!r}, average_half_life=100), or the Trainer"
-            )
-        for info in infos:
-            if not info.dtype.is_floating:
-                raise TypeError(f"{name_of(info.key)} is of {info.dtype.label}, which no optimizer updates or averages")
-        found = pull_averages(self.arrays.ask, infos, optimizer)
-        dtypes = [DType.FLOAT64 if info.dtype is DType.FLOAT64 else DType.FLOAT32 for info in infos]
-        if places is None:
-            wide = [replace(info, dtype=dtype) for info, dtype in zip(infos, dtypes, strict=True)]
-            made = [self.keys.like(info, bits) for info, bits in zip(wide, found, strict=True)]
-            return made if isinstance(key, (list, tuple)) else made[0]
-        for arrays, bits, dtype in zip(places, found, dtypes, strict=True):
-            for array in arrays:
-                values.write_bits(array, bits, dtype)
-        return None
-
     def totals(self, keys: Sequence[Key]) -> tuple[int, int]:
         from kvdist.kvstore.checkpoints import pull_totals
 

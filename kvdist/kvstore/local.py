@@ -63,7 +63,7 @@ class LocalBackend(Backend):
         devices: the GPUs that it uses; None where values of GPUs are brought to the host.
     """
 
-    abilities = frozenset(Ability) - {Ability.CLIPPING, Ability.AVERAGES}
+    abilities = frozenset(Ability) - {Ability.CLIPPING}
 
     def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
         super().__init__(type_name, devices=devices, kernels=kernels)

@@ -26,13 +26,11 @@ from kvdist import lr_scheduler as schedules
 from kvdist.kernels.elementwise import evaluate
 from kvdist.kernels.interface import Array, Equation
 from kvdist.lr_scheduler import LRScheduler
+from kvdist.removed import AVERAGES_ELSEWHERE
 from kvdist.schema import Schema, Value, finite_number, flag, number, optional_number, schema_of
 
 States = tuple[Array, ...]
 """What a rule keeps of one slice, one array for each of `Optimizer.state_names`."""
-
-AVERAGE = "average"
-"""What the array is called that follows the weight: see `Optimizer.average_half_life`."""
 
 LIVE = ("learning_rate", "wd", "rescale_grad", "lr_mult", "wd_mult")
 """What may change after creation."""
@@ -58,6 +56,9 @@ HINTS: Mapping[str, str] = MappingProxyType(
 )
 """Other frameworks' words, MXNet's earlier ones, and ours."""
 
+REMOVED: Mapping[str, str] = MappingProxyType({"average_half_life": AVERAGES_ELSEWHERE})
+"""Hyper-parameters of earlier versions → what to use instead."""
+
 
 def numbers_of(cls: type[Optimizer]) -> dict[str, Schema]:
     """The schema of each hyper-parameter but for the schedule, in the order of the fields."""
@@ -82,10 +83,6 @@ class Optimizer(ABC):
             rounded master. If the weight is changed otherwise, the master follows.
         lazy_update: in a row-sparse table, update only rows with a gradient in the round, including their momentum and
             decay. False: the other rows get a gradient of zeros, as in a dense parameter.
-        average_half_life: will be removed; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Number
-            of updates after which a weight counts half in the exponential average ā ← ā + (1 −
-            ½^(1/average_half_life))·(w − ā), which starts from the weight before the first update; None or 0: no
-            average. It is float32 for half-precision keys, and the average of the master if there is a master.
         lr_scheduler: a schedule of `kvdist.lr_scheduler`, which counts updates in the process that holds the weights;
             None for a constant rate.
         lr_mult, wd_mult: dicts of factors by key; absent keys have factor 1.
@@ -114,7 +111,6 @@ class Optimizer(ABC):
     clip_gradient: float | None = optional_number()
     multi_precision: bool = flag(False)
     lazy_update: bool = flag(False)
-    average_half_life: float | None = optional_number()
     lr_scheduler: LRScheduler | None = None
 
     def __post_init__(self) -> None:
@@ -134,11 +130,6 @@ class Optimizer(ABC):
     @abstractmethod
     def state_names(self) -> tuple[str, ...]:
         """Names of the state arrays of each slice, in the order in which `apply` gets them."""
-
-    @property
-    def kept_names(self) -> tuple[str, ...]:
-        """Names of all arrays that are kept per slice: `state_names`, then `AVERAGE` with `average_half_life`."""
-        return self.state_names if self.average_half_life is None else (*self.state_names, AVERAGE)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Write the new weight to `out` and the new state to `state`: those of `equation`, evaluated with NumPy.
@@ -235,6 +226,8 @@ class Optimizer(ABC):
             object.__setattr__(self, attribute, self._checked(attribute, value))
 
     def _checked(self, attribute: str, value: object) -> Value | LRScheduler:
+        if attribute in REMOVED:
+            raise AttributeError(f"{attribute} was removed: use {REMOVED[attribute]}")
         schemas = numbers_of(type(self))
         is_schedule = attribute == schedules.ENTRY
         if attribute not in schemas and not is_schedule:
@@ -252,15 +245,7 @@ class Optimizer(ABC):
                 f"{attribute} cannot change after creation, because servers would never learn of it: create another "
                 f"optimizer. {', '.join(LIVE)} may change at any time, they travel with every push"
             )
-        return schedules.given(value) if is_schedule else self._in_schema(schemas[attribute], attribute, value)
-
-    def _in_schema(self, schema: Schema, field: str, value: object) -> Value:
-        found = schema.check(field, value)
-        if field == "average_half_life" and found is not None and self.by_rows:
-            raise ValueError(
-                f"{self.name} has no average_half_life: its states are by rows, as of tables, which are not averaged"
-            )
-        return found
+        return schedules.given(value) if is_schedule else schemas[attribute].check(attribute, value)
 
     def change_here(self, field: str, value: float | None) -> None:
         """Change a hyper-parameter before the servers know it, or for weights that this process updates.
@@ -268,25 +253,19 @@ class Optimizer(ABC):
         Raises:
             ValueError: the number is out of its range.
         """
-        object.__setattr__(self, field, self._in_schema(numbers_of(type(self))[field], field, value))
+        object.__setattr__(self, field, numbers_of(type(self))[field].check(field, value))
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles have: nothing that a `Trainer` has written, but rate and decay, which users set."""
         state = vars(self) | (self._as_made or {}) | {"_as_made": None}
         return state | {name: dict(state[name]) for name in _MULTIPLIERS}
 
-    def take(self, as_made: Mapping[str, Any], average_half_life: float | None) -> None:
+    def take(self, as_made: Mapping[str, Any]) -> None:
         """Assign the optimizer to a `Trainer`.
 
         Args:
             as_made: result of `__getstate__` before the trainer changed anything.
-            average_half_life: new value for the optimizer; None keeps the present value.
-
-        Raises:
-            ValueError: the half-life is out of its range.
         """
-        if average_half_life is not None:
-            self.change_here("average_half_life", average_half_life)
         self._as_made = {name: value for name, value in as_made.items() if name not in ("learning_rate", "wd")}
 
     def release(self) -> None:

@@ -13,7 +13,8 @@ from typing import TypeVar
 from kvdist import lr_scheduler as schedules
 from kvdist.config.suggestions import did_you_mean
 from kvdist.optimizer import mxnet_1_9
-from kvdist.optimizer.base import HINTS, Optimizer, has_rule, numbers_of
+from kvdist.optimizer.base import HINTS, REMOVED, Optimizer, has_rule, numbers_of
+from kvdist.removed import removed_keywords
 
 _OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
 
@@ -43,6 +44,7 @@ def register(cls: _OptimizerClass) -> _OptimizerClass:
     # The same definition run again (a notebook's cell, a reloaded module) replaces the old one.
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"the name {name!r} belongs to {known.__module__}.{known.__qualname__}: choose another")
+    cls.__init__ = removed_keywords(**REMOVED)(cls.__init__)  # type: ignore[method-assign]
     _BY_NAME[name] = cls
     return cls
 
@@ -52,6 +54,7 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_BY_NAME))
 
 
+@removed_keywords(**REMOVED)
 def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hyperparameters: object) -> Optimizer:
     """Create an optimizer by name and hyper-parameters. An instance is returned unchanged.
 
@@ -121,8 +124,7 @@ def from_description(description: object) -> Optimizer:
             " optimizer must be registered in a module that scheduler and servers import: kvdist-launch --server-module"
         )
     values = {key: value for key, value in description.items() if key != "name" and not _of_schedule(key)}
-    for name, default in (("lazy_update", False), ("average_half_life", None)):
-        values.setdefault(name, default)  # descriptions in older checkpoints are without it
+    values.setdefault("lazy_update", False)  # descriptions in older checkpoints are without it
     expected = numbers_of(cls)
     if values.keys() != expected.keys() or schedules.ENTRY not in description:
         raise ValueError(f"a description of {cls.name} has exactly name, {', '.join(expected)}, {schedules.ENTRY}")

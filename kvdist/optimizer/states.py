@@ -10,7 +10,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Kernels
-from kvdist.optimizer.base import AVERAGE, Extent, Optimizer
+from kvdist.optimizer.base import Extent, Optimizer
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class SliceState:
 
     Attributes:
         count: number of updates so far.
-        arrays: arrays in the order of `Optimizer.kept_names`, of dtype `DType.accumulate`.
+        arrays: arrays in the order of `Optimizer.state_names`, of dtype `DType.accumulate`.
         scalars: scalars in the order of `Optimizer.initial_scalars`.
         master: float32 weight behind a half-precision weight, with `multi_precision`; otherwise None.
     """
@@ -35,9 +35,9 @@ class SliceState:
         size = state_size(optimizer, weight.size, extent)
         arrays = tuple(
             _widened(weight, dtype, kernels)
-            if name in optimizer.states_from_weight or name == AVERAGE
+            if name in optimizer.states_from_weight
             else kernels.zeros(size, dtype.accumulate)
-            for name in optimizer.kept_names
+            for name in optimizer.state_names
         )
         master = _widened(weight, dtype, kernels) if has_master(optimizer, dtype) else None
         return cls(0, arrays, tuple(optimizer.initial_scalars.values()), master)

@@ -2,13 +2,11 @@
 
 The rule is run chunk by chunk: a chunk's gradient, weight and states stay in the processor's cache for all passes of
 the rule, so that memory is read once and written once however many passes there are. From memory a float32 update thus
-reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes
-max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and one for each operation of the rule.
-Halves add one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and
-two to compare, because the master follows a weight that was changed otherwise. A backend that has compiled the rule
-does all of it in one pass, with the same bits; of halves, what is done in float32. An average of the weights is moved
-behind the update, while the new weight is in the cache: that reads the weight, and reads and writes the average; in
-one pass by such a backend.
+reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes max(n -
+1, 1) passes for the sum (one more for a scale), one for clipping, and one for each operation of the rule. Halves add
+one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and two to
+compare, because the master follows a weight that was changed otherwise. A backend that has compiled the rule does all
+of it in one pass, with the same bits; of halves, what is done in float32.
 
 A rule with norms reads everything once more for each of its turns: first all pieces of the parameter are measured,
 then all are updated. Squares are summed in float64, so how a parameter is cut shows in the last bits at most.
@@ -32,7 +30,6 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Extent, Optimizer, Piece, States, Step, apply_equation, formula_of
-from kvdist.optimizer.sgd import sgd
 from kvdist.optimizer.states import Part, SliceState, joined, state_size
 
 
@@ -322,11 +319,6 @@ class Updater:
         if update.piece.weight.size and not self._update_fused(update, dtype):  # without elements there are no norms
             self._update_chunks(update, dtype)
         state, step = update.state, update.step
-        half_life = self.optimizer.average_half_life
-        if half_life is not None:
-            pull = -math.expm1(-math.log(2) / half_life)  # what part of the way to the new weight the average moves
-            weight = update.piece.out if state.master is None else state.master
-            self._move_average(state.arrays[-1], weight, dtype, pull)
         state.count, state.scalars = step.count, step.scalars
         self._states[update.piece.index] = state
 
@@ -341,33 +333,10 @@ class Updater:
             piece.scales,
             summed_clip(self.optimizer),
             piece.out,
-            equation.chosen(self._of_rule(state.arrays)),
+            equation.chosen(state.arrays),
             dtype,
             state.master,
         )
-
-    def _move_average(self, average: Array, weight: Array, dtype: DType, pull: float) -> None:
-        """average ← average − pull·(average − weight).
-
-        To a backend that is a step of sgd, with the difference for a gradient.
-        """
-        equation, wide = Equation(sgd, (pull, 0.0)), DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
-        fused, is_narrow = self._kernels.fused_update, weight.dtype != average.dtype
-        if not is_narrow and fused(equation, average, [average, weight], (1.0, -1.0), None, average, (), wide):
-            return
-        length = self._kernels.chunk_elements
-        scratch = self._scratch_for(dtype, min(length, average.size))
-        with self._kernels.active(), np.errstate(all="ignore"):
-            for start in range(0, average.size, length):
-                part = slice(start, start + length)
-                own, new = average[part], weight[part]
-                if is_narrow:
-                    new = self._kernels.to_float32(new, dtype, scratch[2][: own.size])
-                    if fused(equation, own, [own, new], (1.0, -1.0), None, own, (), wide):
-                        continue
-                moved = np.subtract(own, new, out=scratch[0][: own.size])
-                np.multiply(moved, pull, out=moved)
-                np.subtract(own, moved, out=own)
 
     def _norms(self, updates: Sequence[_PieceUpdate], dtype: DType) -> tuple[float, ...]:
         """What `measure` asks for, over all pieces of the parameter."""
@@ -379,7 +348,7 @@ class Updater:
             with self._kernels.active(), np.errstate(all="ignore"):
                 for update in updates:
                     for weight, grad, _, arrays, scratch, step in self._chunks(update, dtype):
-                        measured = measure(turn, weight, grad, self._of_rule(arrays), scratch, step)
+                        measured = measure(turn, weight, grad, arrays, scratch, step)
                         sums.append(tuple([self._kernels.squares(array) for array in measured]))
             norms += tuple(math.sqrt(sum(column)) for column in zip(*sums, strict=True))
         return norms
@@ -391,11 +360,11 @@ class Updater:
         # A model that diverges shows inf and NaN, not warnings of its server.
         with self._kernels.active(), np.errstate(all="ignore"):
             for weight, grad, out, arrays, scratch, step in self._chunks(update, dtype):
-                states, target = self._of_rule(arrays), out if weight.dtype == out.dtype else weight
+                target = out if weight.dtype == out.dtype else weight
                 if equation is None:
-                    rule.apply(weight, grad, target, states, scratch, step)
-                elif target is out or not self._fused_chunk(equation, weight, grad, target, states):
-                    apply_equation(equation, weight, grad, target, states, scratch)
+                    rule.apply(weight, grad, target, arrays, scratch, step)
+                elif target is out or not self._fused_chunk(equation, weight, grad, target, arrays):
+                    apply_equation(equation, weight, grad, target, arrays, scratch)
                 if target is not out:
                     self._kernels.from_float32(weight, dtype, out)
 
@@ -403,10 +372,6 @@ class Updater:
         """Let the backend update a chunk of halves, widened and with its gradient summed, in one pass if it can."""
         chosen = equation.chosen(states)
         return self._kernels.fused_update(equation, weight, [grad], (1.0,), None, out, chosen, DType.FLOAT32)
-
-    def _of_rule(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Those of the arrays of a state which the rule knows."""
-        return arrays if self.optimizer.average_half_life is None else arrays[:-1]
 
     def _chunks(self, update: _PieceUpdate, dtype: DType) -> Iterator[_Chunk]:
         """The piece in parts that fit into the cache, each with its gradient, summed and clipped."""

@@ -21,6 +21,7 @@ hold here:
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +30,16 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 
+from kvdist.checkpoint.snapshot import DROPPED_STATE
 from kvdist.kernels.interface import Array
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
-from kvdist.optimizer.base import AVERAGE, Extent, Optimizer
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, is_count
 from kvdist.optimizer.torch_rules import TorchRule, grouped, known_words
 from kvdist.training.parameters import Parameter, divide, require_shapes
+
+LOG = logging.getLogger("kvdist")
 
 NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
 """Hyper-parameters of a group that may change: torch's name → our name and the table of its factors."""
@@ -219,8 +223,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         The state is what the optimizer remembers of each parameter that a step has updated, gathered from the servers
         where they update, in tensors on the host: ``step``, how many updates it has had; arrays of the parameter's
         shape (for a rule by rows of its rows), by torch's names where torch has the rule, in kvdist's sense (see
-        docs/optimizers.md); ``master``, the float32 weight behind a half one; and ``average`` with an
-        `average_half_life`. A parameter with replicas has one.
+        docs/optimizers.md); and ``master``, the float32 weight behind a half one. A parameter with replicas has one.
 
         Call it on any worker, between two steps; the others need not. In ``dist_async`` their steps go on meanwhile.
 
@@ -266,13 +269,13 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _names(self) -> tuple[list[str], list[str]]:
         """What the arrays and the numbers of a state are called in torch."""
         names = TORCH_NAMES.get(self._live.name, {})
-        arrays, numbers = self._live.kept_names, self._live.initial_scalars
+        arrays, numbers = self._live.state_names, self._live.initial_scalars
         return [names.get(name, name) for name in arrays], [names.get(name, name) for name in numbers]
 
     def _to_torch(self, parameter: Parameter, state: SliceState) -> dict[str, torch.Tensor]:
         names, numbers = self._names()
         rule = self._live.for_key(self._key_of[id(parameter)])
-        own = (*rule.own_states, AVERAGE) if isinstance(rule, TorchRule) else names
+        own = rule.own_states if isinstance(rule, TorchRule) else names
         shape = parameter.replicas[0].shape
         of_torch = {STEP: torch.tensor(float(state.count), dtype=torch.float64, device="cpu")}
         for name, array in zip(names, state.arrays, strict=True):
@@ -292,6 +295,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                 f"the state has {len(of_torch)} parameters, but this optimizer trains {len(trained)}, without"
                 f" {sorted(map(str, others))[:5]}: load it into the same model"
             )
+        if DROPPED_STATE not in self._names()[0] and any(DROPPED_STATE in one for one in of_torch.values()):
+            LOG.warning(
+                "the averages of the weights in a state of an earlier version of kvdist are dropped: average on a"
+                " worker, with torch.optim.swa_utils.AveragedModel"
+            )
+            of_torch = {i: {name: one[name] for name in one if name != DROPPED_STATE} for i, one in of_torch.items()}
         return [None if index not in of_torch else self._of_one(one, of_torch[index]) for index, one in trained]
 
     def _of_one(self, parameter: Parameter, of_torch: Mapping[str, Any]) -> SliceState | None:
@@ -304,8 +313,6 @@ class TorchOptimizer(torch.optim.Optimizer):
             of_torch = {name: value for name, value in of_torch.items() if value is not None}
             if not of_torch[STEP]:
                 return None
-        if AVERAGE in expected and AVERAGE not in of_torch:  # it begins with the weight
-            of_torch = {AVERAGE: parameter.replicas[0].detach(), **of_torch}
         if of_torch.keys() != expected.keys():
             raise ValueError(
                 f"the state of {parameter.name} has {', '.join(map(str, of_torch)) or 'nothing'}, and"

@@ -42,6 +42,7 @@ from kvdist.kvstore.dist import DistBackend
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
+from kvdist.removed import AVERAGES_ELSEWHERE, removed_keywords
 from kvdist.training.data import Batches, Feed, SplitSampler
 from kvdist.training.grad_checks import Stale
 from kvdist.training.join import Join, NextStep
@@ -65,7 +66,6 @@ from kvdist.training.trainer_config import (
     prepare_store,
     refuse_size,
     refuse_what_contradicts,
-    require_averages,
     require_enough,
     require_joinable,
     require_policy,
@@ -80,6 +80,7 @@ LOG = logging.getLogger("kvdist")
 
 REMOVED = {
     "advise_batch_size": "kvdist.quota for machines of unequal speed; the scheduler names slow machines",
+    "averaged_weights": AVERAGES_ELSEWHERE,
 }
 """Methods of earlier versions → what to use instead."""
 
@@ -124,8 +125,6 @@ class Trainer:
             only measures `grad_norm`. The workers update, or with ``update_on_kvstore=True`` the servers of a
             synchronous ``dist`` store, where a norm that is not finite raises `FloatingPointError`. Not with `overlap`,
             `share_weights` or ``dist_async``. None: no clipping.
-        average_half_life: will be removed; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Sets
-            `Optimizer.average_half_life`; under a policy of local steps an update is an exchange.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -133,6 +132,7 @@ class Trainer:
         ConfigError: the workers update, and ``KVDIST_KERNELS=numba``, which cannot be imported.
     """
 
+    @removed_keywords(average_half_life=AVERAGES_ELSEWHERE)
     def __init__(
         self,
         params: Any,
@@ -145,7 +145,6 @@ class Trainer:
         share_weights: bool = False,
         reject_nonfinite: bool = False,
         clip_norm: float | None = None,
-        average_half_life: float | None = None,
     ) -> None:
         rule = make_optimizer(params, optimizer, optimizer_params)
         as_made = rule.__getstate__()
@@ -164,7 +163,7 @@ class Trainer:
         self._update_on_kvstore_wanted = update_on_kvstore if clip_norm is None else bool(update_on_kvstore)
         self._kvstore: KVStoreBase | None = None
         self._overlaps, self._shares = overlap, share_weights
-        self._closed = self._shows_averages = self._has_chosen = self._has_keys = self._has_warned = False
+        self._closed = self._has_chosen = self._has_keys = self._has_warned = False
         self._watcher = weakly(self._rolled_back)
         self._clock = StepClock()
         self._joined_at: int | None = None
@@ -178,7 +177,7 @@ class Trainer:
         if given is not None or (isinstance(rule, TorchRule) and any(one.group for one in parameters)):
             self._model.groups = self._shown_as_torch(given)
             self._model.read_groups()
-        rule.take(as_made, average_half_life)
+        rule.take(as_made)
 
     if not TYPE_CHECKING:  # for type checkers all other attributes would exist too
 
@@ -406,7 +405,6 @@ class Trainer:
         self._exchange(together=True)
 
     def _exchange(self, together: bool) -> None:
-        self._require_training_weights()
         steps = self._steps
         if steps is None or steps.is_exchanged:
             return
@@ -426,62 +424,15 @@ class Trainer:
         if steps is not None and steps.has_own_pace and self._feed.unpushed == steps.handed_out:
             self._exchange(together=False)
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Return a context in which the parameters are the servers' averages of the weights (`average_half_life`).
-
-        Will be removed in a later version; use ``torch.optim.swa_utils.AveragedModel``. Usage: ``with
-        trainer.averaged_weights(): evaluate(net)``, on any number of workers. The parameters are the training weights
-        again afterwards. Inside the block memory holds the weights twice, and no call may make a step or transfer
-        weights. Buffers are not averaged; for BatchNorm see ``torch.optim.swa_utils.update_bn``.
-
-        Raises:
-            ConfigError: `average_half_life` is not set, or no servers update.
-            RuntimeError: contexts are nested, or gradients of an unfinished step have been sent.
-            PushRefused: as in `KVStore.pull`.
-        """
-        self._require_nothing_sent("averaged_weights", "step()")
-        self._start()
-        store = self._kvstore
-        if not isinstance(store, KVStore):
-            raise ConfigError("there are no averages of the weights: give kvstore='dist' and an average_half_life")
-        trained = self._model.trained
-        averages = [[torch.empty_like(replica) for replica in one.replicas] for _, one in trained]
-        is_answered = not trained
-        while not is_answered:
-            with contextlib.suppress(RolledBackError):  # ask again: the store has those of a snapshot now
-                store.pull([key for key, _ in trained], out=averages, average=True)
-                is_answered = True
-        replicas = [replica for _, one in trained for replica in one.replicas]
-        weights = [replica.data for replica in replicas]
-        self._shows_averages = True
-        try:
-            for replica, average in zip(replicas, (one for own in averages for one in own), strict=True):
-                replica.data = average
-            yield
-        finally:
-            for replica, weight in zip(replicas, weights, strict=True):
-                replica.data = weight
-            self._shows_averages = False
-
-    def _require_training_weights(self) -> None:
-        if self._shows_averages:
-            raise RuntimeError(
-                "within trainer.averaged_weights() the parameters are averages: leave the block before you train, save"
-                " or load"
-            )
-
     def broadcast_parameters(self) -> None:
         """Copy the current weights of rank 0 to all workers, devices and the store. The optimizer state stays.
 
         Call it on every worker after the weights were changed other than by `step`, for example by ``load_state_dict``.
-        An average of the weights (`average_half_life`) restarts from them.
 
         Raises:
             RuntimeError: gradients of an unfinished step have been sent (``overlap=True``).
         """
         self._require_nothing_sent("broadcast_parameters", "step()")
-        self._require_training_weights()
         if self._steps is None:
             self._start()
         else:
@@ -708,7 +659,6 @@ class Trainer:
         """Return the steps of this trainer, which the first call chooses."""
         if self._closed:
             raise RuntimeError("this trainer has been closed; make another one")
-        self._require_training_weights()
         if self._steps is not None:
             return self._steps
         model = self._model
@@ -719,7 +669,6 @@ class Trainer:
             compresses = self._compression_params is not None
             self._kvstore = choose_store(self._kvstore_wanted, model.num_devices, create_store, compresses)
             self._has_chosen = True
-        half_life = model.optimizer.average_half_life
         steps = None
         try:
             steps = self._choose_steps(self._kvstore)
@@ -731,7 +680,6 @@ class Trainer:
             if steps is not None:
                 steps.close()
             self._steps, model.shared, model.updates_here = None, None, True
-            model.optimizer.change_here("average_half_life", half_life)
             raise
         model.loaded_states = ()
         if any(isinstance(one, SplitSampler) for one in self._feed.handed_out):  # the store had but a name before
@@ -759,8 +707,6 @@ class Trainer:
                 store, self._kvstore_wanted, self._update_on_kvstore_wanted, model.parameters, clips
             )
             check_losses(store, policy, on_server, self._overlaps)
-        if model.optimizer.average_half_life is not None:
-            require_averages(store, on_server)
         if store is None:
             return AloneSteps(model, self._feed)
         return self._steps_with(store, policy, on_server)
@@ -777,9 +723,6 @@ class Trainer:
             store._backend.rollback_watchers.insert(0, self._watcher)
         local_steps = policy is not None and updates_between(policy)
         outer = outer_optimizer(policy) if policy is not None and local_steps else None
-        if outer is not None:  # then the weights of the servers are averaged, not those here
-            outer.change_here("average_half_life", model.optimizer.average_half_life)
-            model.optimizer.change_here("average_half_life", None)
         updates_here = model.optimizer if local_steps or not on_server else None
         words = "" if policy is None else f", policy {policy}"
         used.agree(

@@ -29,7 +29,7 @@ from kvdist.config.losses import LossPolicy
 from kvdist.config.policies import COMPRESSIONS, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
-from kvdist.kvstore.backend import SAMPLES_MAX, Ability
+from kvdist.kvstore.backend import SAMPLES_MAX
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES, require_known
 from kvdist.optimizer.base import Optimizer
@@ -452,17 +452,6 @@ def check_losses(
         LossPolicy(
             store.on_loss, policy=policy, workers_update=not updates_there, overlaps=overlaps, snapshots=snapshots
         ).check()
-
-
-def require_averages(store: KVStoreBase | None, updates_there: bool) -> None:
-    """Raises a `ConfigError`: the weights are to be averaged, and no servers hold them."""
-    if not (updates_there and isinstance(store, KVStore) and Ability.AVERAGES in store._backend.abilities):
-        raise ConfigError(
-            "average_half_life needs the servers of a store 'dist' that updates, and this Trainer's workers update:"
-            " take kvstore='dist' without update_on_kvstore=False, or leave average_half_life out and average here:"
-            " torch.optim.swa_utils.AveragedModel(net,"
-            " multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5 ** (1 / average_half_life)))"
-        )
 
 
 def policy_of(store: KVStoreBase | None) -> TrainingPolicy | None:

@@ -239,7 +239,6 @@ STAY = {
         **dict.fromkeys(("optimizer_states", "send_command_to_servers"), "servers answer at once"),
     },
     "Trainer": {
-        "averaged_weights": "servers answer at once, as the last step has its answer",
         "close": "of its store, see above",
         "update": "works on this worker alone",
         **dict.fromkeys(("as_torch_optimizer", "no_sync", "skip_step"), "asks nobody"),

@@ -88,35 +88,6 @@ def test_a_full_round_and_a_pull_that_were_left_open_are_invariants_broken() -> 
         shard(wired).validate()
 
 
-def test_averages_are_read_without_splitting_a_block_and_wait_for_the_workers_own_push() -> None:
-    wired = made(optimizer="sgd", learning_rate=1.0, average_half_life=1)
-    wired.push(0, whole(1))
-    request = wired.pull_averages(0, 1, *LIST)
-    wired.settle()
-    assert request not in wired.completed
-    wired.push(1, whole(1))
-    wired.settle()
-    assert sizes(wired) == [3]
-    expected = [[number - 1.0 for number in numbers] for numbers in LIST.values()]
-    assert values(wired, request) == expected  # halfway between the first values and those less 2
-    request = wired.pull_averages(0, 1, "b")
-    wired.settle()
-    assert wired.value(request, "b") == [3.0]
-
-
-def test_an_average_is_refused_to_a_worker_that_repeats_the_step_that_it_has() -> None:
-    wired = made(optimizer="sgd", learning_rate=1.0, average_half_life=1)
-    for rank in (0, 1):
-        wired.push(rank, whole(1))
-    wired.settle()
-    one = block(wired)
-    one.previous = one.published
-    wired.workers[0].transfers.slices.pushed[one.ids] -= 1  # as of a process that has taken the other's place
-    request = wired.pull_averages(0, 1, "a", "b", "c")
-    wired.settle()
-    assert "make that step before you pull the average" in str(wired.failed[request])
-
-
 # The same story with slices together and alone.
 
 

@@ -103,45 +103,6 @@ def test_every_rule_with_all_that_it_remembers_goes_on_to_the_bit(tmp_path: Path
     assert train(other, rounds[2:]) == train(wired, rounds[2:])
 
 
-def averages_in(wired: Wired) -> dict[int | str, list[float]]:
-    """The average of each key."""
-    request = wired.pull_averages(0, 2, *MATRICES)  # behind momentum
-    wired.settle()
-    return {key: wired.value(request, key) for key in MATRICES}
-
-
-@each("num_servers", [1, 2, 3])
-def test_averages_go_on_to_the_bit_on_any_number_of_servers(tmp_path: Path, num_servers: int) -> None:
-    generator = np.random.default_rng(5)
-    sizes = {key: math.prod(shape) for key, shape in MATRICES.items()}
-    firsts, *rounds = [{key: generator.normal(size=size).tolist() for key, size in sizes.items()} for _ in range(5)]
-
-    def trained(servers: int, grads: Sequence[dict[int | str, list[float]]]) -> Wired:
-        wired = Wired(1, servers, SMALL, bigarray_bound=42)
-        set_optimizer(wired, "sgd", momentum=0.9, average_half_life=3)
-        wired.declare(0, MATRICES)
-        wired.settle()
-        wired.give(0, firsts)
-        for grad in grads:
-            wired.push(0, grad)
-        wired.settle()
-        return wired
-
-    wired, other = trained(2, rounds[:2]), trained(num_servers, rounds[1:2])
-    before = averages_in(other)
-    wired.save(0, tmp_path, *MATRICES)
-    wired.settle_works()
-    loading = other.load(0, tmp_path)
-    other.settle_works()
-    assert loading in other.completed
-    for grad in rounds[2:]:
-        assert averages_in(other) == averages_in(wired) != before
-        for one in (wired, other):
-            one.push(0, grad)
-            one.settle()
-    assert averages_in(other) == averages_in(wired)
-
-
 def test_a_store_goes_back_and_saves_again(tmp_path: Path) -> None:
     wired = saved_after(tmp_path / "a", 1)
     push_all(wired, 5, 6)

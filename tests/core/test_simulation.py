@@ -68,7 +68,6 @@ from kvdist.protocol.messages import (
     Lease,
     Message,
     Progress,
-    PullState,
     Push,
     Rejected,
     Rewind,
@@ -112,7 +111,6 @@ FAULTS = {
     "async storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "hosts in cuts": ("cut", "lost in a cut"),
-    "averages in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "encoded in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "offloaded in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
@@ -487,7 +485,6 @@ ORIGINAL_FORWARD = ReplicatedShard._forward
 ORIGINAL_PACKED, ORIGINAL_PUBLISHED = slice_parts.packed, ReplicatedServer._published
 
 
-ORIGINAL_PULL_STATE = Shard.pull_state
 ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
 ORIGINAL_BEGIN_LOADING = Checkpoints._begin_loading
 
@@ -1274,28 +1271,7 @@ def tells_what_it_was_told(self: ProgressReports) -> list[int]:
     return [said.request for said in self._said.values() if self._pending.get(said.request) is not None]
 
 
-def reads_averages_at_once(self: Shard, sender: Member, message: PullState, now: float) -> None:
-    """The average is that of the present weights, whatever the worker has under way."""
-    ORIGINAL_PULL_STATE(self, sender, replace(message, steps=np.zeros_like(message.steps)), now)
-
-
-def begins_a_copys_averages_anew(image: SliceImage) -> Any:
-    """A copy gets the states but for the average."""
-    if image.state is None or image.weight is None:
-        return ORIGINAL_PACKED(image)
-    state = replace(image.state, arrays=(image.weight,) * len(image.state.arrays))
-    return ORIGINAL_PACKED(replace(image, state=state))
-
-
 MUTANTS: dict[str, tuple[str, Patches]] = {
-    "averages are read before the worker's own pushes are counted": (
-        "averages",
-        [(Shard, "pull_state", reads_averages_at_once)],
-    ),
-    "the average of a copy that is filled in begins anew": (
-        "fills with averages",
-        [(slice_parts, "packed", begins_a_copys_averages_anew)],
-    ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
     "who has rested counts its own pushes for rounds": (
         "exact quota at rest",

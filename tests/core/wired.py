@@ -336,10 +336,6 @@ class Wired:
         """Read."""
         return self._transfer(rank, RunKind.PULL, dict.fromkeys(keys), key_by_key=key_by_key)
 
-    def pull_averages(self, rank: int, part: int, *keys: int | str) -> int:
-        """Read averages of the weights, which are this part of the optimizer's state."""
-        return self._transfer(rank, RunKind.PULL_STATE, dict.fromkeys(keys), part=part)
-
     def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "", giver: int = -1) -> int:
         """Arrive at a barrier."""
         return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s, statement, giver))
@@ -493,7 +489,6 @@ class Wired:
         flag: int = 0,
         key_by_key: bool = False,
         samples: int = 0,
-        part: int = 0,
     ) -> int:
         infos = [self.infos[key] for key in values]
         plan = make_plan(infos, self.limits.slice_bytes)
@@ -503,9 +498,8 @@ class Wired:
         for run in plan.runs:
             flags = [flag if arrays[i] is not None else flag | Flag.EMPTY for i in run.key_of]
             sinks = [results[infos[piece.index].key][piece.start : piece.stop] for piece in run.pieces]
-            payload = None if kind in (RunKind.PULL, RunKind.PULL_STATE) else memoryview(_payload(run, arrays))
-            states = np.full(len(run.ids), part, np.uint8)
-            runs.append(Run(run, payload, sinks, np.array(flags, np.uint8), (setting,), samples=samples, states=states))
+            payload = None if kind is RunKind.PULL else memoryview(_payload(run, arrays))
+            runs.append(Run(run, payload, sinks, np.array(flags, np.uint8), (setting,), samples=samples))
         label = f"{kind.value} of key {', '.join(map(repr, values))}"
         request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority, key_by_key))
         self.results[request] = results

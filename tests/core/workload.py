@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ from kvdist.dtypes import DType
 from kvdist.errors import BarrierTimeout, CheckpointError, KvdistError, RolledBackError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
-from kvdist.optimizer.base import AVERAGE
 from kvdist.optimizer.compression import Codec, Half, TopK, encode
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Configure, DueWhen, Flag, Progress, SavedFile
@@ -99,18 +97,13 @@ KEYS = (
 TOGETHER: tuple[int | str, ...] = ("bias", "none", "small", "smaller", "no", "more")
 """A list of small keys that fits into one run, so that servers make a group of it."""
 BIGARRAY_BOUND = 42
-REMEMBERED: Mapping[str | None, tuple[str, Mapping[str, float]]] = MappingProxyType(
-    {"momentum": ("momentum", {"momentum": 0.5}), "averaged": (AVERAGE, {"average_half_life": 1.0})}
-)
-"""What an optimizer remembers, by the name of its array, and what it is made with beside sgd's learning rate."""
 
 
 @dataclass(frozen=True)
 class Job:
     """What is to be done.
 
-    optimizer: None, ``test`` (w += g), ``sgd`` with learning rate 1 (w -= g), ``momentum`` of a half beside that, or
-        ``averaged``: an average of the weights beside that, which workers read now and then.
+    optimizer: None, ``test`` (w += g), ``sgd`` with learning rate 1 (w -= g), or ``momentum`` of a half beside that.
     leaver_rounds: after how many rounds one worker leaves; None = with all others.
     leaver: which one; None = the last.
     holds: whether results are read where servers keep them now and then.
@@ -258,8 +251,7 @@ class Oracle:
         """The same of one slice, at each version that it has had so far."""
         part = slice(piece.start, piece.stop)
         first = self.firsts[key.name][part]
-        begin = first if self.job.optimizer == "averaged" else np.zeros_like(first)
-        states = self._states.setdefault(piece.number, [(first, begin)])
+        states = self._states.setdefault(piece.number, [(first, np.zeros_like(first))])
         del states[self.books.undone.pop(piece.number, len(states)) + 1 :]
         for counted in self.books.rounds[piece.number][len(states) - 1 :]:
             if any(step >= self.job.rounds_of(member.node.rank) for member, step in counted):
@@ -301,26 +293,22 @@ class Oracle:
         if self.job.optimizer == "momentum":
             momentum = momentum.astype(key.dtype.storage) / 2 - summed
             return state + momentum, momentum
-        if self.job.optimizer == "averaged":
-            after = state - summed
-            return after, momentum - (momentum - after) * 0.5
         return state + self._sign * summed, momentum
 
 
 def remembered_in(shelf: Shelf, folder: str, job: Job) -> Mapping[int | str, Array]:
-    """What the optimizer remembers of each key, in a checkpoint."""
-    return shelf.gathered(folder, REMEMBERED[job.optimizer][0]) if job.optimizer in REMEMBERED else {}
+    """The momentum of each key, in a checkpoint."""
+    return shelf.gathered(folder, "momentum") if job.optimizer == "momentum" else {}
 
 
 @dataclass
 class Reading:
-    """One read: where the values go, and the least each slice must have; `averages` if it is of averages."""
+    """One read: where the values go, and the least each slice must have."""
 
     infos: Sequence[KeyInfo]
     results: list[Array]
     pushed: dict[int | str, int]
     seen: dict[int, int]
-    averages: bool = False
 
 
 @dataclass(eq=False)
@@ -473,8 +461,8 @@ class User:
         self.infos = {info.key: info for info in declared.result()}
         self.oracle.slices = {info.key: info.slices for info in declared.result()}
         if self.job.optimizer is not None:
-            _, more = REMEMBERED.get(self.job.optimizer, ("", {}))
-            description = create("sgd" if more else self.job.optimizer, learning_rate=1.0, **more).describe()
+            name, more = ("sgd", {"momentum": 0.5}) if self.job.optimizer == "momentum" else (self.job.optimizer, {})
+            description = create(name, learning_rate=1.0, **more).describe()
             yield [self._ask(lambda number: Configure(number, STORE, description))]
         if self.oracle.rows is not None:
             self._rows = RowUser(self.rank, self.job.mode, self.oracle.rows, self.random, self._ask, GARBAGE)
@@ -793,9 +781,6 @@ class User:
             return
         weights = self.shelf.gathered(folder, WEIGHTS)
         yield from self._require(weights, "what was saved is not what was loaded")
-        if self.job.optimizer == "averaged":
-            averages = remembered_in(self.shelf, folder, self.job)
-            yield from self._require(averages, "the averages saved are not those loaded", averages=True)
         if self._rows is not None and self.job.mode == "sync":  # else a checkpoint has later pushes of others, too
             reads = self._rows.check_the_end()
             yield [future for _, _, future in reads]
@@ -807,9 +792,9 @@ class User:
         after = {key.name: self.oracle.encore(key, weights[key.name], momenta.get(key.name)) for key in KEYS}
         yield from self._require(after, "a round after loading came to something else")
 
-    def _require(self, values: Mapping[int | str, Array], complaint: str, averages: bool = False) -> Program:
-        """All present values, or averages, are these."""
-        reading, future = self._read(list(self.infos), is_checked=False, averages=averages)
+    def _require(self, values: Mapping[int | str, Array], complaint: str) -> Program:
+        """All present values are these."""
+        reading, future = self._read(list(self.infos), is_checked=False)
         yield [future]
         for info, result in zip(reading.infos, reading.results, strict=True):
             wanted = values[info.key]
@@ -877,8 +862,7 @@ class User:
         return self.random.choice(LOSSLESS)
 
     def _pull(self, names: list[int | str]) -> Future[Any]:
-        averages = self.job.optimizer == "averaged" and self.random.random() < 0.5
-        return self._read(names, averages=averages)[1]
+        return self._read(names)[1]
 
     def _pull_key_by_key(self, names: list[int | str]) -> dict[int | str, Future[Any]]:
         infos = [self.infos[name] for name in names]
@@ -892,17 +876,13 @@ class User:
         )
         return dict(zip(names, futures, strict=True))
 
-    def _read(
-        self, names: list[int | str], is_checked: bool = True, averages: bool = False
-    ) -> tuple[Reading, Future[Any]]:
+    def _read(self, names: list[int | str], is_checked: bool = True) -> tuple[Reading, Future[Any]]:
         infos = [self.infos[name] for name in names]
-        reading = replace(self._reading(infos), averages=averages)
+        reading = self._reading(infos)
         runs = [Run(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
-        for run in runs if averages else ():
-            run.states = np.ones(len(run.plan.ids), np.uint8)
-        priority, kind = self.random.randint(-2, 2), RunKind.PULL_STATE if averages else RunKind.PULL
+        priority = self.random.randint(-2, 2)
         future = self._ask(
-            lambda number: Transfer(number, kind, "pull", runs, priority),
+            lambda number: Transfer(number, RunKind.PULL, "pull", runs, priority),
             lambda: self._check(reading) if is_checked else None,
         )
         return reading, future
@@ -937,7 +917,7 @@ class User:
 
     def _check_slice(self, reading: Reading, key: Key, piece: Slice, found: Array) -> None:
         """It is what the servers had at some version, which has all pushes of this worker so far."""
-        states = [state[reading.averages] for state in self.oracle.states(key, piece)]
+        states = [value for value, _ in self.oracle.states(key, piece)]
         number = piece.number
         least = max(self._version_with_own(number, reading.pushed[key.name]), reading.seen.get(number, 0))
         for version in range(least, len(states)):

@@ -14,7 +14,7 @@ from kvdist.optimizer.offload import DeviceUpdater, offloaded
 from kvdist.optimizer.states import Part
 from tests.cases import each
 
-RULES = [("sgd", {}), ("sgd", {"momentum": 0.9, "clip_gradient": 0.5}), ("adam", {}), ("sgd", {"average_half_life": 3})]
+RULES = [("sgd", {}), ("sgd", {"momentum": 0.9, "clip_gradient": 0.5}), ("adam", {})]
 FLOATS = [DType.FLOAT32, DType.FLOAT64]
 
 

@@ -25,7 +25,6 @@ RULES = {
     "sgd": ("sgd", {}),
     "momentum": ("sgd", {"momentum": 0.9}),
     "nag": ("nag", {"momentum": 0.7}),
-    "momentum and an average": ("sgd", {"momentum": 0.9, "average_half_life": 3}),
     "adam": ("adam", {}),
     "adamw": ("adamw", {}),
     "adamw without correction": ("adamw", {"correct_bias": False}),
@@ -282,7 +281,6 @@ def test_halves_have_the_bits_of_the_reference(numba, rule, dtype, master):
 )
 def test_rows_that_lie_anywhere_are_updated_as_if_they_were_an_array(numba, rule, count, kind, clip, dtype):
     name, numbers = RULES[rule]
-    numbers = {key: value for key, value in numbers.items() if key != "average_half_life"}
     optimizer, rng, width = create(name, **numbers), np.random.default_rng(5), 17
     slots, ids = rng.permutation(90)[:40], np.sort(rng.choice(1000, 40, replace=False))
     # The last one has every row, some have none.

@@ -21,7 +21,6 @@ RULES = {
     "sgd": ("sgd", {}),
     "momentum": ("sgd", {"momentum": 0.9}),
     "nag": ("nag", {"momentum": 0.7}),
-    "momentum and an average": ("sgd", {"momentum": 0.9, "average_half_life": 3}),
     "adam": ("adam", {}),
     "adamw": ("adamw", {}),
     "adamw without correction": ("adamw", {"correct_bias": False}),

@@ -132,7 +132,6 @@ def test_defaults_are_those_of_the_mirrored_system(name):
         "clip_gradient": None,
         "multi_precision": False,
         "lazy_update": name == "ftrl",
-        "average_half_life": None,
         "lr_scheduler": None,
     }
     assert create(name).describe() == {"name": name, **common, **DEFAULTS[name]}

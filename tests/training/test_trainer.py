@@ -593,7 +593,7 @@ def test_a_copy_of_an_optimizer_has_nothing_of_its_trainer_nor_has_one_whose_tra
     policy = options.get("policy")
     with kv.create("dist", policy=policy) as store:
         rest = {} if policy else options
-        trainer = Trainer(groups, given, kvstore=store, average_half_life=3.0, **rest)
+        trainer = Trainer(groups, given, kvstore=store, **rest)
         sum(one.sum() for one in parameters).backward()
         if "overlap" in options:
             trainer.step()
@@ -602,7 +602,7 @@ def test_a_copy_of_an_optimizer_has_nothing_of_its_trainer_nor_has_one_whose_tra
 
         def require_as_made(one):
             assert (one.rescale_grad, one.lr_mult, one.wd_mult) == (1.0, {}, {"mine": 2.0})
-            assert (one.average_half_life, one.groups, one.momentum) == (None, "", 0.5)
+            assert (one.groups, one.momentum) == ("", 0.5)
 
         other = copied(given)
         require_as_made(other)
@@ -621,11 +621,10 @@ def test_a_copy_of_an_optimizer_has_nothing_of_its_trainer_nor_has_one_whose_tra
 def test_an_optimizer_of_a_store_that_stays_open_keeps_the_rule_that_its_trainer_gave_it():
     given, weight = Adam(learning_rate=0.1), torch.nn.Parameter(torch.zeros(2))
     with kv.create("dist") as store:
-        trainer = Trainer([weight], given, kvstore=store, average_half_life=3.0)
+        trainer = Trainer([weight], given, kvstore=store)
         weight.sum().backward()
         trainer.step()
         trainer.close()
-        assert not torch.equal(store.pull(0, average=True), weight)
         with pytest.raises(ValueError, match="belongs to another Trainer"):
             Trainer([weight], given, kvstore=None)
 
@@ -711,7 +710,7 @@ def test_a_first_step_that_fails_can_be_tried_again(monkeypatch):
         fails = ["agree", "broadcast", "states"]
         weight = parameter(1.0)
         numbers = {"learning_rate": 1.0, "momentum": 0.5}
-        trainer = Trainer([weight], "sgd", numbers, kvstore="dist", overlap=overlap, average_half_life=None)
+        trainer = Trainer([weight], "sgd", numbers, kvstore="dist", overlap=overlap)
         trainer.as_torch_optimizer().load_state_dict(state)
         for expected in ("agree", "broadcast", "states"):
             with pytest.raises(InitMismatch, match=expected):

@@ -38,7 +38,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Piece
-from kvdist.optimizer.states import Part, SliceState
+from kvdist.optimizer.states import Part
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits
@@ -181,16 +181,6 @@ class Block(Holder):
         self.previous = None
         self.pool.free_buffers = [buffer for buffer in self.pool.free_buffers if buffer.leases]
 
-    def begin_average(self, updater: SliceUpdater | None) -> None:
-        """Restart the average of the weights at the present weight, which no update has written."""
-        state = None if updater is None or updater.optimizer.average_half_life is None else updater.states.get(self)
-        if updater is None or state is None:
-            return  # an average without updates begins with the weight
-        assert self.published is not None
-        fresh = SliceState.fresh(updater.optimizer, self.published.array, self.dtype, self.extents[0], self.kernels)
-        arrays = (*state.arrays[:-1], fresh.arrays[-1])
-        updater.restore(self, SliceState(state.count, arrays, state.scalars, state.master))
-
     # Rounds.
 
     def offer(self, contribution: Contribution, now: float) -> Verdict:
@@ -328,8 +318,6 @@ class Block(Holder):
         """See `Holder`. The weight is copied once."""
         if image.weight is not None:
             self.replace([image.weight])
-            if not image.has_state:
-                self.begin_average(updater)
         if updater is not None and image.has_state:
             updater.restore(self, image.state)
             self.round.samples = image.samples

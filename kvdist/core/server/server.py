@@ -148,7 +148,7 @@ class Server(fx.Machine):
             case msg.Pull():
                 self.shard.pull(sender, message, now)
             case msg.PullState():
-                self.shard.pull_state(sender, message, now)
+                self.shard.pull_state(sender, message)
             case msg.ReplaceState():
                 self.shard.replace_state(sender, message)
             case msg.MarkPushes():

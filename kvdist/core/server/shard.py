@@ -50,12 +50,6 @@ _CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 
-class AveragePull(PullRequest):
-    """A worker that waits for the average of the weights."""
-
-    __slots__ = ()
-
-
 Offer: TypeAlias = Callable[[Block, Contribution, float], None]
 LatePush: TypeAlias = msg.Push | msg.CompressedPush | msg.JoinedPush | msg.PushRows
 
@@ -224,19 +218,8 @@ class Shard:
         if not isinstance(holder, Block):
             assert isinstance(holder, SparseTable), "a slice is in a block or a table"
             self._send_rows(holder, pull)
-        elif type(pull) is not AveragePull:
-            self._to(pull.member).value(pull.run, self._seen_by(pull, holder))
-        elif holder.previous is not None and holder.round.is_before(pull):
-            reason = (
-                f"the average of {name_of(holder.key)} has the step in it already that {pull.member} repeats, as it has"
-                " come back: make that step before you pull the average"
-            )
-            self._refuse(pull.member, pull.run, holder.ids, reason)
         else:
-            with self.kernels.active():
-                averages = slice_parts.averages(holder, self._updaters[holder.store], self.kernels)
-            to = self._to(pull.member)
-            to.state(pull.run, holder.ids, holder.version, holder.dtype.of_states, averages)
+            self._to(pull.member).value(pull.run, self._seen_by(pull, holder))
 
     @staticmethod
     def _seen_by(pull: PullRequest, block: Block) -> Block:
@@ -627,22 +610,12 @@ class Shard:
             for first, last, block in self.blocks.cover(message.ids[begin:end], runs):
                 put = block.initialise if isinstance(message, msg.InitValues) else block.replace
                 put(arrays[begin + first : begin + last])
-                if isinstance(message, msg.ReplaceValues):
-                    block.begin_average(self._updaters.get(block.store))
                 self._look(block)
                 self._to(sender).acknowledge(int(runs[first]), block.ids, block.version)
                 self.close_if_ready(block)
 
-    def pull_state(self, sender: Member, message: msg.PullState, now: float) -> None:
-        """Send parts of the optimizer state. The sender has no push in flight, unless it asks for averages."""
-        averages = np.array(list(map(self._is_average, message.ids.tolist(), message.parts.tolist())), np.bool_)
-        if averages.any():
-            runs, ids, steps = (column[averages] for column in (message.runs, message.ids, message.steps))
-            self._pull(AveragePull, sender, runs, ids, steps, np.zeros_like(steps), now)
-            if averages.all():
-                return
-            runs, ids, steps = (column[~averages] for column in (message.runs, message.ids, message.steps))
-            message = msg.PullState(runs, ids, steps, message.parts[~averages])
+    def pull_state(self, sender: Member, message: msg.PullState) -> None:
+        """Send parts of the optimizer state. The sender has no push in flight."""
         for row, block in self._isolated(sender, message):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
             if part == slice_parts.TOTALS:
@@ -663,10 +636,6 @@ class Shard:
             else:
                 dtype = slice_parts.part_dtype(part, block.dtype)
                 self._to(sender).state(run, ids, block.version, dtype, [found])
-
-    def _is_average(self, number: int, part: int) -> bool:
-        block = self.blocks.of(number)[0] if number in self.blocks else None
-        return block is not None and slice_parts.is_average(block, self._updaters.get(block.store), part)
 
     def replace_state(self, sender: Member, message: msg.ReplaceState) -> None:
         """Replace parts of the optimizer state."""
@@ -765,23 +734,19 @@ class Shard:
 
     def pull(self, sender: Member, message: msg.Pull, now: float) -> None:
         """Answer requests for values, or let them wait."""
-        self._pull(PullRequest, sender, message.runs, message.ids, message.steps, message.versions, now)
-
-    def _pull(
-        self, kind: type[PullRequest], sender: Member, runs: U32, ids: U32, steps: U32, versions: U32, now: float
-    ) -> None:
-        for begin, end in self._ranges(sender, runs, ids):
+        for begin, end in self._ranges(sender, message.runs, message.ids):
             stretch = slice(begin, end)
-            ids_, runs_, steps_, versions_ = ids[stretch], runs[stretch], steps[stretch], versions[stretch]
-            for first, last, block in self.blocks.cover(ids_, runs_):
+            ids, runs = message.ids[stretch], message.runs[stretch]
+            steps, versions = message.steps[stretch], message.versions[stretch]
+            for first, last, block in self.blocks.cover(ids, runs):
                 rows = slice(first, last)
                 found = [(0, last - first, block)]
-                if not _is_even(block, sender.node.rank, steps_[rows], versions_[rows]):
-                    found = self.blocks.cover(ids_[rows], steps_[rows], versions_[rows])
+                if not _is_even(block, sender.node.rank, steps[rows], versions[rows]):
+                    found = self.blocks.cover(ids[rows], steps[rows], versions[rows])
                 for start, stop, part in found:
                     asked = slice(first + start, first + stop)
-                    step, version = int(steps_[asked].max()), int(versions_[asked].max())
-                    part.round.wait(kind(sender, int(runs_[first]), step, version), now)
+                    step, version = int(steps[asked].max()), int(versions[asked].max())
+                    part.round.wait(PullRequest(sender, int(runs[first]), step, version), now)
                     self._answer_pulls(part)
 
     def _ranges(

@@ -1,10 +1,9 @@
 """The content of a slice, in the parts that messages carry (`Fill`, `PullState`, `ReplaceState`). Pure.
 
 Part 0 is numbers, float64: the count of updates, then the numbers of the rule. Parts 1 and on are the arrays of
-`Optimizer.kept_names`, of `DType.accumulate`, at the end the average of the weights if it is kept, and `MASTER` is the
-float32 weight behind a weight in halves. `TOTALS` is beside the state: the number of examples summed in the value, and
-in a pull also the number of updates where a round has pushes of all workers. A `Fill` also has the parts `WEIGHT` and
-`ROW_IDS`.
+`Optimizer.state_names`, of `DType.accumulate`, and `MASTER` is the float32 weight behind a weight in halves. `TOTALS`
+is beside the state: the number of examples summed in the value, and in a pull also the number of updates where a round
+has pushes of all workers. A `Fill` also has the parts `WEIGHT` and `ROW_IDS`.
 """
 
 from __future__ import annotations
@@ -139,23 +138,6 @@ def replace_part(block: Block, updater: SliceUpdater | None, part: int, values: 
         return
     expected[...] = values
     updater.restore(block, state)
-
-
-def is_average(block: Block, updater: SliceUpdater | None, part: int) -> bool:
-    """Whether a part is the average of the weights."""
-    if updater is None or updater.optimizer.average_half_life is None or not block.dtype.is_floating:
-        return False
-    return part == len(updater.optimizer.kept_names)
-
-
-def averages(block: Block, updater: SliceUpdater, kernels: Kernels) -> list[Bits]:
-    """Return views of the average of the weights of each slice of a block: to be copied at once."""
-    state = updater.states.get(block)
-    if state is None:
-        assert block.published is not None
-        state = SliceState.fresh(updater.optimizer, block.published.array, block.dtype, block.extents[0], kernels)
-    places = zip(block.pool.starts, block.counts.tolist(), strict=True)
-    return [state.arrays[-1][start : start + count] for start, count in places]
 
 
 def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> SliceState:

@@ -465,11 +465,6 @@ def obstacle(
         wd: the weight decay of the update; None: the optimizer's.
     """
     decay = optimizer.wd_for(key) if wd is None else wd
-    if optimizer.average_half_life is not None:
-        return (
-            f"the weights of the table of rows {key!r} are not averaged, and {optimizer.name} has average_half_life="
-            f"{optimizer.average_half_life:g}: put tables into another store with an optimizer without it"
-        )
     if optimizer.needs_norms:
         return (
             f"{optimizer.name} needs the norm of the whole parameter, and the table {key!r} is cut by rows: put it into"

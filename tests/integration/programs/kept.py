@@ -20,9 +20,9 @@ SAVED, MORE = 5, 3
 FOLDER = Path(sys.argv[2])
 
 
-def dense_store(**more):
+def dense_store():
     store = kv.create("dist")
-    store.set_optimizer("adam", learning_rate=0.25, multi_precision=True, **more)
+    store.set_optimizer("adam", learning_rate=0.25, multi_precision=True)
     store.init(list(DENSE), [np.zeros(size, dtype) for size, dtype in DENSE.values()])
     return store
 
@@ -56,7 +56,7 @@ def weights(dense, rows):
 
 def moments():
     """The weights when the checkpoints are made, or loaded, and three steps later."""
-    dense, rows = dense_store(average_half_life=4), rows_store()
+    dense, rows = dense_store(), rows_store()
     if sys.argv[1] == "read":
         for store, name in ((dense, "dense"), (rows, "rows")):
             loaded = store.load_checkpoint(FOLDER / name)
