@@ -1,7 +1,7 @@
 """Base class of optimizers: a name, checked numbers, and a rule for an array.
 
-A rule is one expression (`kvdist.kernels.elementwise`), which `Optimizer.equation` gives with the numbers of an update;
-or, for what is no expression, an `Optimizer.apply` of its own.
+A rule is an expression (`kvdist.kernels.elementwise`), which `Optimizer.equation` gives with the numbers of an update;
+or else a class overrides `Optimizer.apply`.
 
 An optimizer travels to the servers as its description, a small table of names and numbers, never as code. Its
 hyper-parameters are therefore frozen: a later change would never reach a server. Only `learning_rate`, `wd`,
@@ -30,7 +30,7 @@ from kvdist.removed import AVERAGES_ELSEWHERE
 from kvdist.schema import Schema, Value, finite_number, flag, number, optional_number, schema_of
 
 States = tuple[Array, ...]
-"""What a rule keeps of one slice, one array for each of `Optimizer.state_names`."""
+"""Arrays that a rule keeps of a slice, in the order of `Optimizer.state_names`."""
 
 LIVE = ("learning_rate", "wd", "rescale_grad", "lr_mult", "wd_mult")
 """What may change after creation."""
@@ -54,7 +54,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "trust_coefficient": "eta",
     }
 )
-"""Other frameworks' words, MXNet's earlier ones, and ours."""
+"""Words of other frameworks and of earlier versions of MXNet → our word."""
 
 REMOVED: Mapping[str, str] = MappingProxyType({"average_half_life": AVERAGES_ELSEWHERE})
 """Hyper-parameters of earlier versions → what to use instead."""
@@ -70,7 +70,7 @@ class Optimizer(ABC):
     """Base class of all optimizers. Its fields are keyword arguments of the constructor.
 
     In the formulas of the subclasses w is the weight, g the gradient (summed, rescaled and clipped), ĝ the gradient
-    with weight decay, lr the learning rate, wd the weight decay, and t the number of updates including this one.
+    with weight decay, lr the learning rate, wd the weight decay, and t the number of updates including the present.
 
     Attributes:
         learning_rate: step size, at least 0. With `lr_scheduler`, an explicit rate replaces the `base_lr` of the
@@ -93,7 +93,7 @@ class Optimizer(ABC):
     norm_count: ClassVar[int] = 0
     """Number of calls of `measure` before `apply`; each requests norms of the whole parameter."""
     by_rows: ClassVar[bool] = False
-    """Whether the rule needs whole rows of a matrix. Its states then have one element per row."""
+    """Whether the rule needs whole rows of a matrix. Its states then have an element per row."""
     by_place: ClassVar[bool] = False
     """Whether the update depends on the position of an element in its parameter."""
     on_host: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class Optimizer(ABC):
         self.lr_mult: dict[Any, float] = {}
         self.wd_mult: dict[Any, float] = {}
         self._as_made: dict[str, Any] | None = None
-        """What a `Trainer` that has this optimizer may write over, as it was before; None without one."""
+        """Attributes that the `Trainer` of this optimizer may change, as they were before; None without a trainer."""
         if self.lr_scheduler is not None:
             # Identity tells a rate that was given from the class's own, even if they are equal.
             if self.learning_rate is default_of(type(self), "learning_rate"):
@@ -180,7 +180,7 @@ class Optimizer(ABC):
         """Check that the rule can use these numbers and this parameter.
 
         Raises:
-            ValueError: it cannot; the message says why.
+            ValueError: it cannot; the message has the reason.
         """
 
     def rests(self, wd: float) -> bool:
@@ -344,7 +344,7 @@ def formula_of(optimizer: Optimizer, step: Step) -> Equation | None:
 
 
 def has_rule(cls: type[Optimizer]) -> bool:
-    """Whether a class defines a rule: an `equation`, or an `apply` of its own."""
+    """Whether a class defines a rule: an `equation` or an `apply`."""
     names = ("apply", "equation", "_formula")
     return any(getattr(cls, name) is not getattr(Optimizer, name) for name in names)
 
@@ -392,7 +392,7 @@ class Piece:
     Attributes:
         index: names the state, such as a key and the number of its slice.
         weight: the present weight, one-dimensional, of `DType.storage`. It is only read. If it was the `out` of the
-            update before under this index, it still has what that wrote.
+            update before under this index, its content is unchanged since.
         contributions: gradients of the same length and type; none at all is a gradient of zeros.
         scales: a finite factor for each contribution.
         out: another array like `weight`, or `weight` itself; it overlaps nothing else.
@@ -414,7 +414,7 @@ class Step:
     Attributes:
         lr: learning rate of this key in this update.
         wd: weight decay of this key in this update.
-        count: number of updates of the slice, including this one.
+        count: number of updates of the slice, including this update.
         extent: range of the slice in its parameter.
         start: index of the piece's first element in the parameter.
         scalars: scalars of the rule for this update, in the order of `Optimizer.initial_scalars`.

@@ -60,7 +60,7 @@ class SliceState:
 
 
 def is_count(number: float) -> bool:
-    """Whether a number from outside can be how many updates a state has had; a float is exact up to there."""
+    """Whether a number from outside can count updates; floats are exact up to the limit."""
     return 0 <= number <= 1 << 53 and number == int(number)
 
 
@@ -90,12 +90,12 @@ def state_size(optimizer: Optimizer, size: int, extent: Extent) -> int:
 
 
 def has_master(optimizer: Optimizer, dtype: DType) -> bool:
-    """Whether a float32 weight is kept beside the stored one."""
+    """Whether a float32 weight is kept beside the stored weight."""
     return optimizer.multi_precision and dtype.storage != dtype.accumulate
 
 
 def joined(states: Sequence[tuple[Part, SliceState]], size: int, dtype: DType, kernels: Kernels) -> SliceState | None:
-    """One state of `size` elements out of those of its parts, all of one history; one copy. The rest is zeros."""
+    """Join the states of parts with equal history into a state of `size` elements, by a single copy; gaps are zeros."""
     if not states:
         return None
     first = states[0][1]

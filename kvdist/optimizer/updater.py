@@ -1,17 +1,17 @@
 """Runs an optimizer on many arrays and keeps their states: on a server for slices, in a local store for whole keys.
 
 The rule is run chunk by chunk: a chunk's gradient, weight and states stay in the processor's cache for all passes of
-the rule, so that memory is read once and written once however many passes there are. From memory a float32 update thus
+the rule, so that memory is read once and written once for any number of passes. From memory a float32 update thus
 reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes max(n -
-1, 1) passes for the sum (one more for a scale), one for clipping, and one for each operation of the rule. Halves add
-one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and two to
-compare, because the master follows a weight that was changed otherwise. A backend that has compiled the rule does all
-of it in one pass, with the same bits; of halves, what is done in float32.
+1, 1) passes for the sum (one more for a scale), a pass for clipping, and a pass for each operation of the rule. Halves
+add a pass to widen the weight and a pass (seven for bfloat16) to round it; with a float32 master as many again, and
+two to compare, because the master follows a weight that was changed otherwise. A backend that has compiled the rule
+does all of it in a single pass, with the same bits; for halves, all float32 arithmetic.
 
 A rule with norms reads everything once more for each of its turns: first all pieces of the parameter are measured,
 then all are updated. Squares are summed in float64, so how a parameter is cut shows in the last bits at most.
 
-An `Updater` belongs to one thread: it owns scratch memory.
+An `Updater` belongs to a single thread: it owns scratch memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvdist.optimizer.states import Part, SliceState, joined, state_size
 
 
 class SliceUpdater(Protocol):
-    """An optimizer and the states of all slices that it has updated. For one thread."""
+    """An optimizer and the states of all slices that it has updated. For a single thread."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -52,14 +52,14 @@ class SliceUpdater(Protocol):
         wd: float | None = None,
         pusher: int | None = None,
     ) -> None:
-        """Update an array, or all arrays of one parameter for a rule that needs norms of the whole: of each, sum the
+        """Update an array, or all arrays of a parameter for a rule that needs norms of the whole: of each, sum the
         contributions, apply the rule, write the new weight to `out`. On an error nothing has changed.
 
         Args:
             pieces: in the order of their elements.
             dtype: the element type.
-            lr: what `Optimizer.pushed_lr` said where the gradient comes from; None for this optimizer's word on a key
-                called `Piece.index`.
+            lr: `Optimizer.pushed_lr` of the process that computed the gradient; None for that of this optimizer for the
+                key `Piece.index`.
             wd: weight decay, likewise.
             pusher: as of `Step`.
 
@@ -75,14 +75,14 @@ class SliceUpdater(Protocol):
         """
 
     def joinable(self, indices: Iterable[Hashable]) -> bool:
-        """Whether these have had the same history, so that they can go on as one."""
+        """Whether these have had the same history, so that they can be joined."""
 
     def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
-        """Make one state, called `index`, of those of its parts; one copy. Elements of no part start as zeros.
+        """Join the states of `parts` into a state called `index`, by a single copy. Elements of no part start as zeros.
 
         Args:
             index: names the longer array.
-            parts: where the arrays with a state of their own lie in it; they must be `joinable`.
+            parts: places of the arrays that have a state; they must be `joinable`.
             size: its elements.
             dtype: its element type.
         """
@@ -107,7 +107,7 @@ class Arithmetic:
 
 @dataclass(slots=True, eq=False)
 class _PieceUpdate:
-    """One update of a piece: with its state, and the numbers of this update."""
+    """Update of a piece, with its state and the numbers of the update."""
 
     piece: Piece
     state: SliceState
@@ -306,7 +306,7 @@ class Updater:
                 )
 
     def _scratch_for(self, dtype: DType, length: int) -> tuple[Array, ...]:
-        """Three arrays of a chunk: the gradient, the rule's own, and for halves the weight."""
+        """Three arrays of a chunk: the gradient, scratch memory of the rule, and for halves the weight."""
         accumulate = dtype.accumulate
         scratch = self._scratch.get(accumulate)
         if scratch is None or scratch[0].size < length:
@@ -323,7 +323,7 @@ class Updater:
         self._states[update.piece.index] = state
 
     def _update_fused(self, update: _PieceUpdate, dtype: DType) -> bool:
-        """Let the backend do all in one pass, if it can."""
+        """Let the backend do all in a single pass, if it can."""
         piece, state, step = update.piece, update.state, update.step
         equation = formula_of(self.optimizer, step)
         return equation is not None and self._kernels.fused_update(
@@ -369,7 +369,7 @@ class Updater:
                     self._kernels.from_float32(weight, dtype, out)
 
     def _fused_chunk(self, equation: Equation, weight: Array, grad: Array, out: Array, states: States) -> bool:
-        """Let the backend update a chunk of halves, widened and with its gradient summed, in one pass if it can."""
+        """Let the backend update a chunk of halves, widened and with its gradient summed, in a pass if it can."""
         chosen = equation.chosen(states)
         return self._kernels.fused_update(equation, weight, [grad], (1.0,), None, out, chosen, DType.FLOAT32)
 
