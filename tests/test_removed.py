@@ -57,6 +57,9 @@ def test_a_removed_keyword_names_what_to_use(call):
 def test_a_removed_attribute_names_what_to_use():
     with pytest.raises(AttributeError, match=f"^average_half_life {INSTEAD}$"):
         create("sgd").average_half_life = 3
+    for name, instead in (("average_half_life", "torch.optim.swa_utils.AveragedModel"), ("kept_names", "state_names")):
+        with pytest.raises(AttributeError, match=f"^{name} was removed: use {instead}"):
+            getattr(create("sgd"), name)
     with pytest.raises(
         AttributeError, match="has no attribute 'averaged_weights'; it was removed: use torch.optim.swa_"
     ):

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -56,8 +56,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
 )
 """Words of other frameworks and of earlier versions of MXNet → our word."""
 
-REMOVED: Mapping[str, str] = MappingProxyType({"average_half_life": AVERAGES_ELSEWHERE})
-"""Hyper-parameters of earlier versions → what to use instead."""
+REMOVED: Mapping[str, str] = MappingProxyType({"average_half_life": AVERAGES_ELSEWHERE, "kept_names": "state_names"})
+"""Attributes of earlier versions → what to use instead."""
 
 
 def numbers_of(cls: type[Optimizer]) -> dict[str, Schema]:
@@ -216,6 +216,14 @@ class Optimizer(ABC):
     def needs_norms(self) -> bool:
         """Whether the rule needs norms of the whole parameter, which must then be on a single server."""
         return self.norm_count > 0
+
+    if not TYPE_CHECKING:  # for type checkers all other attributes would exist too
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises an `AttributeError`: the optimizer has no such attribute, or not any more."""
+            if name in REMOVED:
+                raise AttributeError(f"{name} was removed: use {REMOVED[name]}")
+            return object.__getattribute__(self, name)  # with the error of a property
 
     def __setattr__(self, attribute: str, value: object) -> None:
         if attribute.startswith("_"):
