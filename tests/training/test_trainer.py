@@ -619,9 +619,9 @@ def test_a_copy_of_an_optimizer_has_nothing_of_its_trainer_nor_has_one_whose_tra
 
 
 def test_an_optimizer_of_a_store_that_stays_open_keeps_the_rule_that_its_trainer_gave_it():
-    given, weight = Adam(learning_rate=0.1), torch.nn.Parameter(torch.zeros(2))
+    given, weight = create("torch.sgd", lr=1.0, momentum=0.5), torch.nn.Parameter(torch.zeros(2))
     with kv.create("dist") as store:
-        trainer = Trainer([weight], given, kvstore=store)
+        trainer = Trainer([{"params": [weight], "momentum": 0.25}], given, kvstore=store)
         weight.sum().backward()
         trainer.step()
         trainer.close()
