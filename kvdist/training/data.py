@@ -1,10 +1,9 @@
-"""Splitting data: over workers (`SplitSampler`) and over the devices of one worker (`split_and_load`).
+"""Splitting data: over workers (`SplitSampler`) and over the devices of a worker (`split_and_load`).
 
-A `SplitSampler` hands out examples; `Batches` tells it which of them a training step has used. Where a run goes on with
-another number of workers, the rest of the epoch is split again; each abandoned split is a generation, and a position
-holds how much each part of each generation had visited. Orders are not stored, they are made again from the seed.
+A `SplitSampler` yields the examples of a part; `Batches` tells it which of them a training step has used. Orders are
+not stored: they follow from seed, epoch and part.
 
-A saved state is numbers and lists that JSON can express, and is checked completely before any of it is used. Importing
+A saved state consists of numbers that JSON can express, and is checked completely before any of it is used. Importing
 this module does not import torch.
 """
 
@@ -24,24 +23,15 @@ from kvdist.kvstore.values import is_tensor
 from kvdist.schema import whole_number
 
 State: TypeAlias = dict[str, Any]
-"""A `SamplerPosition` in numbers, texts and lists."""
+"""Fields of a `SamplerPosition`, as numbers and None."""
 
 LEAST = {"length": 0, "num_parts": 1, "part_index": 0, "epoch": 0, "visited": 0}
-"""The numbers of a state, and the least that each can be."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A split of an epoch, or of what was left of it, that was given up for another before its end."""
-
-    drop_last: bool
-    visited: tuple[int, ...]
-    """How many of its examples each part had visited."""
+"""Number of a state → its least value."""
 
 
 @dataclass(frozen=True)
 class SamplerPosition:
-    """Where one part is: `visited` counts since the epoch began, or since what was left of it was split again."""
+    """Position of a part in its data: `visited` examples of epoch `epoch` are behind it."""
 
     length: int
     shuffle: bool
@@ -51,66 +41,36 @@ class SamplerPosition:
     drop_last: bool
     epoch: int = 0
     visited: int = 0
-    generations: tuple[Generation, ...] = ()
-
-    @property
-    def is_beginning(self) -> bool:
-        """Whether nothing of the epoch was visited yet."""
-        return not (self.visited or self.generations)
 
     @property
     def can_be_made_again(self) -> bool:
-        """Whether the order is the same when it is made a second time."""
+        """Whether the order is the same when it is computed a second time."""
         return self.seed is not None or not self.shuffle
 
+    @property
+    def is_last(self) -> bool:
+        """Whether all examples of the epoch have been visited."""
+        return 0 < self.visited == part_length(self.length, self.num_parts, self.drop_last)
+
+    @property
+    def split(self) -> str:
+        """How the data is divided, in words."""
+        return f"num_parts={self.num_parts} and drop_last={self.drop_last}"
+
     def beginning_of(self, epoch: int) -> SamplerPosition:
-        return replace(self, epoch=epoch, visited=0, generations=())
+        return replace(self, epoch=epoch, visited=0)
 
     def order(self) -> list[int]:
-        """All examples that the part visits in the epoch, or since what was left of it was split again."""
-        return self.share_of(self.examples())
-
-    def examples(self) -> Sequence[int]:
-        """What is split over the present parts: the data, or what the generations have left of it."""
-        examples: Sequence[int] = range(self.length)
-        for number in range(len(self.generations)):
-            examples = self.left_of(examples, number)
-        return examples
-
-    def share_of(self, examples: Sequence[int]) -> list[int]:
-        """This part's share of `examples`."""
-        return self._share(examples, self.num_parts, self.part_index, self.drop_last, not self.generations)
-
-    def left_of(self, examples: Sequence[int], number: int) -> list[int]:
-        """The examples that no part visited in a generation, each once, also those assigned to two parts."""
-        generation = self.generations[number]
-        done: set[int] = set()
-        left: list[int] = []
-        for part, visited in enumerate(generation.visited):
-            share = self._share(examples, len(generation.visited), part, generation.drop_last, number == 0)
-            _require_at_most(len(share), part, visited)
-            left += share[visited:]
-            if not generation.drop_last:
-                done.update(share[:visited])
-        return left if generation.drop_last else [index for index in dict.fromkeys(left) if index not in done]
-
-    def _share(self, examples: Sequence[int], num_parts: int, part: int, drop_last: bool, is_first: bool) -> list[int]:
-        """One part's share of `examples`; shuffled in an epoch's first generation, whose order later ones keep."""
-        length = len(examples)
-        count = part_length(length, num_parts, drop_last)
-        start, stop = count * part, count * (part + 1)
-        share = list(examples[start:stop])
-        share += [examples[position % length] for position in range(max(start, length), stop)]
-        if is_first and self.shuffle:
+        """All examples that the part visits in the epoch."""
+        count = part_length(self.length, self.num_parts, self.drop_last)
+        start, stop = count * self.part_index, count * (self.part_index + 1)
+        order = list(range(start, min(stop, self.length)))
+        order += [position % self.length for position in range(max(start, self.length), stop)]
+        if self.shuffle:
             # A str seeds by its SHA-512 hash: the same on every machine, and unrelated between epochs.
-            seed = None if self.seed is None else f"{self.seed}/{self.epoch}/{part}"
-            random.Random(seed).shuffle(share)
-        return share
-
-    def to_state(self) -> State:
-        """The position as JSON values; its size grows with generations times parts."""
-        generations = [{"drop_last": one.drop_last, "visited": list(one.visited)} for one in self.generations]
-        return {**asdict(replace(self, generations=())), "generations": generations}
+            seed = None if self.seed is None else f"{self.seed}/{self.epoch}/{self.part_index}"
+            random.Random(seed).shuffle(order)
+        return order
 
 
 NAMES = tuple(field.name for field in fields(SamplerPosition))
@@ -121,47 +81,52 @@ def part_length(length: int, num_parts: int, drop_last: bool) -> int:
     return length // num_parts if drop_last else -(-length // num_parts)
 
 
-def resume(here: SamplerPosition, state: Any) -> tuple[SamplerPosition, list[int] | None]:
+def resume(here: SamplerPosition, state: Any) -> SamplerPosition:
     """Find where a part continues from a saved state.
 
     Args:
         here: any position of the sampler that continues.
-        state: from `SamplerPosition.to_state`, or several of them, by rank.
-
-    Returns:
-        The position, and the examples from there to the end of the epoch; None for the whole epoch.
+        state: a `SamplerPosition` as a dict, or a dict of rank to such a dict.
 
     Raises:
-        ValueError: the state is invalid, of other data or another order, or states of some parts are missing.
+        ValueError: the state is invalid, or of other data, another order or, within an epoch, another split.
     """
     places = _read_all(state)
     for place in places.values():
         _require_same_data(here, place)
     last = _require_together(places)
-    examples = last.examples()
-    count = part_length(len(examples), last.num_parts, last.drop_last)
-    for place in places.values():
-        _require_at_most(count, place.part_index, place.visited)
+    if last.split != here.split:
+        if any(place != place.beginning_of(last.epoch) for place in places.values()):
+            raise ValueError(_ANOTHER_SPLIT.format(last=last, here=here))
+        return here.beginning_of(last.epoch)
     found = places.get(here.part_index)
-    if found is None and _is_by_rank(state) and (last.num_parts, last.drop_last) == (here.num_parts, here.drop_last):
+    if found is None and _is_by_rank(state):
         found = replace(last, part_index=here.part_index)  # its worker was lost when the others saved: as far as they
-    if found is None or (found.num_parts, found.drop_last) != (here.num_parts, here.drop_last):
-        found = _split_again(here, places, last, count)
-        if found.generations:
-            examples = found.left_of(examples, len(last.generations))
-    if found.is_beginning:
-        return found, None
-    rest = found.share_of(examples)[found.visited :]
-    return (found, rest) if rest else (found.beginning_of(found.epoch + 1), None)
+    if found is None:
+        raise _refusal(
+            f"the state is that of part {last.part_index} of {last.num_parts}, but this is part {here.part_index}"
+        )
+    return found
+
+
+_ANOTHER_SPLIT = (
+    "the state was saved within epoch {last.epoch} with {last.split}, but this sampler has {here.split}: a SplitSampler"
+    " does not divide the rest of an epoch again. Resume with the same number of workers, begin an epoch with"
+    " set_epoch(), or use a QueueSampler, which resumes on any number of workers"
+)
+_SPLIT_AGAIN = (
+    "{what} is of the rest of an epoch that was divided again for another number of workers, which a SplitSampler no"
+    " longer does: begin an epoch with set_epoch(), or use a QueueSampler, which resumes on any number of workers"
+)
 
 
 def _require_together(places: Mapping[int, SamplerPosition]) -> SamplerPosition:
     """Refuse states of different moments; return the position of a part that is not ahead of another."""
     last = min(places.values(), key=lambda place: place.epoch)
     for place in places.values():
-        for name in ("num_parts", "drop_last", "epoch", "generations"):
+        for name in ("num_parts", "drop_last", "epoch"):
             one, other = getattr(last, name), getattr(place, name)
-            if one != other and not (_has_ended(place, last) and name in ("epoch", "generations")):
+            if one != other and not (name == "epoch" and place == place.beginning_of(last.epoch + 1)):
                 raise _refusal(
                     f"the states are of different times: {name} is {one} in that of part {last.part_index} and {other}"
                     f" in that of part {place.part_index}"
@@ -169,41 +134,11 @@ def _require_together(places: Mapping[int, SamplerPosition]) -> SamplerPosition:
     return last
 
 
-def _has_ended(place: SamplerPosition, last: SamplerPosition) -> bool:
-    """Whether a part has finished the epoch of another, and is at the beginning of the next one."""
-    return place.is_beginning and place.epoch == last.epoch + 1
-
-
-def _split_again(
-    here: SamplerPosition, places: Mapping[int, SamplerPosition], last: SamplerPosition, count: int
-) -> SamplerPosition:
-    """The beginning of a part in the examples that other parts, of `count` examples each, have left."""
-    if len(places) < last.num_parts:
-        saved, present = (
-            f"of {one.num_parts}" + f" with drop_last={one.drop_last}" * (last.drop_last != here.drop_last)
-            for one in (last, here)
-        )
-        raise _refusal(
-            f"the state is that of part {', '.join(map(str, sorted(places)))} {saved}, but this is part"
-            f" {here.part_index} {present}, which needs the states of all parts"
-        )
-    if all(place.is_beginning and place.epoch == last.epoch for place in places.values()):
-        return here.beginning_of(last.epoch)
-    visited = tuple(count if _has_ended(places[i], last) else places[i].visited for i in range(last.num_parts))
-    generations = (*last.generations, Generation(last.drop_last, visited))
-    return replace(here, epoch=last.epoch, visited=0, generations=generations)
-
-
 def _require_same_data(here: SamplerPosition, place: SamplerPosition) -> None:
     for name in ("length", "shuffle", "seed"):
         mine, theirs = getattr(here, name), getattr(place, name)
         if mine != theirs:
             raise ValueError(f"the state is of data with {name}={theirs!r}, but this sampler has {name}={mine!r}")
-
-
-def _require_at_most(count: int, part: int, visited: int) -> None:
-    if visited > count:
-        raise _refusal(f"the state of part {part} has visited={visited}, but the part had {count} examples")
 
 
 def _refusal(wrong: str) -> ValueError:
@@ -246,7 +181,9 @@ def _read(what: str, state: Any) -> SamplerPosition:
     if missing:
         has = ", ".join(map(str, state)) or "nothing"
         raise _refusal(f"{what} lacks {', '.join(missing)} (it has {has})")
-    place = SamplerPosition(**{**{name: state[name] for name in NAMES}, "generations": _read_generations(what, state)})
+    if state.get("generations", []) != []:  # of kvdist 0.2.0
+        raise ValueError(_SPLIT_AGAIN.format(what=what))
+    place = SamplerPosition(**{name: state[name] for name in NAMES})
     for name, least in LEAST.items():
         if not _is_count(state[name], least):
             raise _refusal(f"{what} has {name}={state[name]!r}, which must be a whole number of at least {least}")
@@ -255,27 +192,14 @@ def _read(what: str, state: Any) -> SamplerPosition:
             raise _refusal(f"{what} has {name}={state[name]!r}, which must be true or false")
     if place.part_index >= place.num_parts:
         raise _refusal(f"{what} is of part_index={place.part_index}, but num_parts is {place.num_parts}")
-    if not (place.is_beginning or place.can_be_made_again):
+    if place.visited and not place.can_be_made_again:
         raise _refusal(f"{what} is within an epoch, whose order cannot be reproduced without a seed")
-    return place
-
-
-def _read_generations(what: str, state: Mapping[Any, Any]) -> tuple[Generation, ...]:
-    generations = state["generations"]
-    if not isinstance(generations, list):
-        raise _refusal(f"{what} has generations={generations!r}, which must be a list")
-    for one in generations:
-        known = isinstance(one, Mapping) and isinstance(one.get("drop_last"), bool)
-        if not known or not _are_counts(one.get("visited")):
-            raise _refusal(
-                f"{what} has the generation {one!r}, which must hold drop_last (true or false) and visited (a list of"
-                " whole numbers, one for each part)"
-            )
-    return tuple(Generation(one["drop_last"], tuple(one["visited"])) for one in generations)
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_count(one, 0) for one in value)
+    count = part_length(place.length, place.num_parts, place.drop_last)
+    if place.visited > count:
+        raise _refusal(
+            f"the state of part {place.part_index} has visited={place.visited}, but the part had {count} examples"
+        )
+    return place.beginning_of(place.epoch + 1) if place.is_last else place
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -406,9 +330,9 @@ class SplitSampler:
         if visited is None and self._used is None and self._unknown:
             raise RuntimeError(self._unknown)
         place = self._used if visited is None and self._used is not None else self._place(visited)
-        if not (place.is_beginning or place.can_be_made_again):
+        if place.visited and not place.can_be_made_again:
             raise ValueError("the order of this epoch cannot be reproduced: pass a seed to SplitSampler")
-        return place.to_state()
+        return asdict(place)
 
     def _place(self, visited: int | None) -> SamplerPosition:
         if self._begun is None:
@@ -433,16 +357,17 @@ class SplitSampler:
         """Restore a position from `state_dict`: the next iteration yields the remaining examples of that epoch.
 
         Args:
-            state: result of `state_dict` of the same part. A dict of all parts' states by rank also works after a
-                change of the number of workers, which will be removed: use a `QueueSampler` for that. Such
-                a dict is ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}`` if each worker saved
-                ``{"sampler": sampler.state_dict()}``; the unvisited examples are split anew, and `visited` counts from
-                that point.
+            state: result of `state_dict` of the same part, or a dict of rank to such results, for example
+                ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}`` if each worker saved
+                ``{"sampler": sampler.state_dict()}``. States of another number of parts are accepted at the beginning
+                of an epoch only; a `QueueSampler` resumes on any number of workers.
 
         Raises:
-            ValueError: the state is invalid, belongs to another data set or order, or parts are missing.
+            ValueError: the state is invalid, belongs to another data set, order or part, or was saved within an epoch
+                with another number of parts.
         """
-        self._next, self._rest = resume(self._next, state)
+        self._next = resume(self._next, state)
+        self._rest = self._next.order()[self._next.visited :] if self._next.visited else None
         self._reset()
 
     def set_epoch(self, epoch: int) -> None:

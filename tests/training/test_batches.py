@@ -131,16 +131,6 @@ def test_where_the_batches_are_not_known_only_the_end_of_an_epoch_is_saved(loade
     assert run.train(epochs=2)["visited"] == 0
 
 
-@each("stop", [1, 5, 6, 9])
-def test_another_number_of_workers_visits_what_is_left_once(stop):
-    ranks = [Run(ranks=2, rank=rank, length=40, **AHEAD) for rank in range(2)]
-    states = {rank: run.train(stop) for rank, run in enumerate(ranks)}
-    alone = Run(states, length=40)
-    alone.train()
-    used = Counter((epoch, one) for run in (*ranks, alone) for epoch, batch in run.steps for one in batch)
-    assert used == Counter((epoch, one) for epoch in range(EPOCHS) for one in range(40))
-
-
 def test_a_loop_that_was_left_goes_on_with_the_batches_that_no_step_has_used():
     run = Run(length=20, **AHEAD)
     for number, (inputs,) in enumerate(run.trainer.batches(run.loader)):
