@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import abc
 import itertools
+import multiprocessing
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
@@ -172,7 +172,7 @@ def _is_rank(key: Any) -> bool:
 
 
 def _read(what: str, state: Any) -> SamplerPosition:
-    """Check and read one state; `what` names it in errors."""
+    """Check and read the state of a part; `what` names it in errors."""
     if state is None:
         raise _refusal(f"{what} is None: that worker saved no state")
     if not isinstance(state, Mapping):
@@ -207,9 +207,10 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 _READS_AHEAD = (
-    "the DataLoader has num_workers > 0, so it has asked for examples that no step has used yet, and the position in"
-    " the data is not known. Iterate `for batch in trainer.batches(loader)`, which counts the batches that reached"
-    " step(); or give the number that was used: state_dict(visited=...)"
+    "the position in the data is not known: this process has child processes, and if they belong to a DataLoader with"
+    " num_workers > 0, it has asked for examples that no step has used yet. Iterate `for batch in"
+    " trainer.batches(loader)`, which counts the batches that reached step(); or give the number that was used:"
+    " state_dict(visited=...)"
 )
 _UNKNOWN_BATCHES = (
     "how many examples each batch has is not known, because the DataLoader has num_workers > 0 and a batch sampler of"
@@ -226,11 +227,12 @@ class SplitSampler:
     itself, unlike with torch's ``DistributedSampler``: shuffle data that is sorted, for example by class, beforehand.
 
     Train on ``for batch in trainer.batches(loader)``; then `state_dict` is the position after the last step. Without
-    `batches`, every index that was requested from the sampler counts as visited. A ``DataLoader`` with ``num_workers``
-    above 0 requests indices ahead of the steps, so `state_dict` then needs the number of used examples:
-    ``state_dict(visited=n)``, where n is ``batches_done * batch_size``, or less if the last batch was shorter. The
-    number counts from the start of the epoch, also after a resume within it; ``state_dict()["visited"]`` after
-    `load_state_dict` is the number to continue from.
+    `batches`, every index that was requested from the sampler counts as visited, in a process without child processes
+    of `multiprocessing`. With child processes, which may be those of a ``DataLoader`` with ``num_workers`` above 0 that
+    requests indices ahead of the steps, `state_dict` needs the number of used examples: ``state_dict(visited=n)``,
+    where n is ``batches_done * batch_size``, or less if the last batch was shorter. The number counts from the start of
+    the epoch, also after a resume within it; ``state_dict()["visited"]`` after `load_state_dict` is the number to
+    continue from. A thread that iterates a loader ahead of the steps is not noticed.
 
     Args:
         length: number of examples in the data set.
@@ -267,15 +269,15 @@ class SplitSampler:
         self._rest: list[int] | None = None
         """What the next iteration visits, where that is the rest of an epoch."""
         self._begun: SamplerPosition | None = None
-        """Where the latest iteration began; None if there was none since the next one was set."""
+        """Where the latest iteration began; None if `_next` was set after it."""
         self._order: list[int] = []
         """What the latest iteration visits."""
         self._visited = 0
         """How many examples of its epoch the latest iteration has been asked for."""
         self._iterations = 0
-        """Counts iterations, and the calls that set the next one."""
+        """Number of iterations, and of calls that set `_next`."""
         self._used: SamplerPosition | None = None
-        """The position after the last step, while `Batches` reports steps; None: what was asked for counts."""
+        """The position after the last step, while `Batches` reports steps; None: requested examples count."""
         self._is_followed = False
         """Whether `Batches` reports the steps of the next iteration."""
         self._left_early = False
@@ -304,10 +306,12 @@ class SplitSampler:
         self._left_early, self._is_followed = self._is_followed, False
         if not self._left_early:
             self._used = None
-        self._unknown = _READS_AHEAD if _asks_ahead() else ""
+        self._unknown = ""
         return self._counted(order, self._visited)
 
     def _counted(self, order: list[int], before: int) -> Iterator[int]:
+        if multiprocessing.active_children():  # a loader has started its processes before it asks for an example
+            self._unknown = _READS_AHEAD
         for visited, index in enumerate(order, before + 1):
             self._visited = visited
             yield index
@@ -389,7 +393,7 @@ class SplitSampler:
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing of the next iteration has been visited, and what the latest one has visited does not matter."""
+        """Forget the latest iteration: the position is where the next iteration begins."""
         self._begun, self._used, self._unknown, self._left_early = None, None, "", False
         self._iterations += 1
 
@@ -450,13 +454,13 @@ class DrivenSampler(abc.ABC):
 class Batches:
     """Iterates a loader and lets its `SplitSampler` or `QueueSampler` count the batches that have reached a step.
 
-    The result of `kvdist.Trainer.batches`. Each iteration is one of the loader's, but with a `QueueSampler`. A loader
-    with another sampler, or none, is only iterated.
+    The result of `kvdist.Trainer.batches`. Each iteration is an iteration of the loader, except with a
+    `QueueSampler`. A loader with another sampler, or without a sampler, is only iterated.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, or another iterable.
-        feed: gets what is handed out.
-        trainer: the trainer whose steps use the batches; None without one.
+        feed: receives the positions of the delivered batches.
+        trainer: the trainer whose steps use the batches; None without a trainer.
     """
 
     def __init__(self, loader: Any, feed: Feed, trainer: Any = None) -> None:
@@ -493,7 +497,7 @@ class Batches:
             if iteration != before:
                 visited = sampler._visited if batch_size is None else min(begin + count * batch_size, end)
                 if batch_size is None:
-                    used = (None, _UNKNOWN_BATCHES) if sampler._unknown else (visited, "")
+                    used = (None, _UNKNOWN_BATCHES) if _reads_ahead(self._loader, sampler) else (visited, "")
                 else:
                     used = (end if drops_last and end - visited < batch_size else visited, "")
                 self._feed.handed_out[sampler] = (iteration, *used)
@@ -614,19 +618,10 @@ def _undivided(loader: Any) -> int:
     return len(loader.dataset)  # type: ignore[arg-type]
 
 
-def _asks_ahead() -> bool:
-    """Whether a ``DataLoader`` with worker processes, which reads ahead, is iterating the sampler.
-
-    Its iterator is then among the callers; a sampler has no other way to know.
-    """
-    module = sys.modules.get("torch.utils.data.dataloader")
-    frame = None if module is None else sys._getframe(2)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, module._BaseDataLoaderIter):  # type: ignore[union-attr]
-            return bool(owner._num_workers > 0)
-        frame = frame.f_back
-    return False
+def _reads_ahead(loader: Any, sampler: SplitSampler) -> bool:
+    """Whether a loader requests examples before their batch is due; a loader without `num_workers` may."""
+    num_workers = getattr(loader, "num_workers", None)
+    return num_workers > 0 if isinstance(num_workers, int) else bool(sampler._unknown)
 
 
 def split_and_load(data: Any, devices: Sequence[Any], batch_axis: int = 0, even_split: bool = True) -> list[Any]:

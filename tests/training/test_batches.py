@@ -250,12 +250,51 @@ def test_a_plain_loader_that_reads_ahead_has_no_position_to_save(loader):
     assert run.sampler.state_dict() == beginning
 
 
-def test_a_plain_loader_without_processes_has_one_even_within_one_that_has_some():
+def test_a_plain_loader_has_a_position_unless_processes_of_any_loader_were_here_when_it_began():
     run, outer = Run(length=20), DataLoader(range(8), 4, num_workers=1)
     for _ in outer:
         for _ in run.loader:
             break
+    with pytest.raises(RuntimeError, match=r"trainer\.batches\(loader\)"):
+        run.sampler.state_dict()
+    run.sampler.set_epoch(0)
+    for _ in run.loader:
+        break
     assert run.sampler.state_dict()["visited"] == 4
+
+
+class Wrapper:
+    """A loader of somebody else around one of torch's; its processes do not show."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.batch_sampler = loader.batch_sampler
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_a_loader_of_another_kind_has_a_position_unless_it_reads_ahead():
+    for loader in (PLAIN, AHEAD):
+        run = Run(length=20, **loader)
+        for (inputs,) in run.trainer.batches(Wrapper(run.loader)):
+            run.step(0, run.backward(inputs))
+            break
+        if loader is PLAIN:
+            assert run.sampler.state_dict()["visited"] == 4
+        else:
+            with pytest.raises(RuntimeError, match="how many examples each batch has is not known"):
+                run.sampler.state_dict()
+
+
+def test_a_batch_sampler_of_somebody_else_counts_beside_processes_of_another_loader():
+    run, outer = Run(by="pairs", length=20), DataLoader(range(8), 4, num_workers=1)
+    for _ in outer:
+        for (inputs,) in run.trainer.batches(run.loader):
+            run.step(0, run.backward(inputs))
+            break
+        break
+    assert run.sampler.state_dict()["visited"] == 2
 
 
 def test_batches_work_with_a_store():
