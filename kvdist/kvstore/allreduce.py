@@ -324,13 +324,8 @@ class Ranks:
             if sentence:
                 raise InitMismatch(sentence)
 
-    def average(self, value: Any) -> Any:
-        """The mean of a number over the ranks."""
-        (mean,) = self.reduce([values.as_averaged(value)], Reduction.MEAN)
-        return values.as_given(value, mean)
-
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
-        """New arrays like these: their means over the ranks, or those of rank 0."""
+        """New arrays like these: their sums or means over the ranks, or those of rank 0."""
         said = described(arrays)
         if how is Reduction.RANK_0:
             self.agree(f"values of rank 0: {said}")
@@ -339,17 +334,17 @@ class Ranks:
                 result[...] = array.detach() if isinstance(array, Tensor) else array
             self.broadcast([as_tensor(result) for result in results])
             return results
-        self.agree(f"average of {said}")
-        counts = how is Reduction.MEAN
+        self.agree(f"{'sum' if how is Reduction.SUM else 'average'} of {said}")
+        counts = how is not Reduction.MEAN_OF_OTHERS
         sums = [as_tensor(array) if counts else torch.zeros_like(as_tensor(array)) for array in arrays]
         share = torch.tensor([float(counts)], device=sums[0].device)
         self.submit(AllReduce("", [*sums, share], [*sums, share], Sum)).result()
-        means = [
-            total / share.to(total.dtype) if share.item() else torch.full_like(total, float("nan")) for total in sums
-        ]
+        if how is not Reduction.SUM:
+            nan = float("nan")
+            sums = [one / share.to(one.dtype) if share.item() else torch.full_like(one, nan) for one in sums]
         return [
-            mean.to(array) if isinstance(array, Tensor) else mean.numpy().reshape(array.shape)
-            for mean, array in zip(means, arrays, strict=True)
+            one.to(array) if isinstance(array, Tensor) else one.numpy().reshape(array.shape)
+            for one, array in zip(sums, arrays, strict=True)
         ]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:

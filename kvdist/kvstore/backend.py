@@ -196,6 +196,7 @@ class TableTransfers(Protocol):
 class Reduction(enum.Enum):
     """What `Backend.reduce` makes of the workers' arrays."""
 
+    SUM = enum.auto()
     MEAN = enum.auto()
     MEAN_OF_OTHERS = enum.auto()
     """This worker's arrays do not count. NaN where no worker's do."""

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvdist.checkpoint import folders
-from kvdist.checkpoint.files import DIGITS, explained, record_of, write_file
+from kvdist.checkpoint.files import explained, write_file
 from kvdist.checkpoint.folders import perform
 from kvdist.checkpoint.format import NAME, STATE_BYTES_MAX, OwnStates, read_manifest, read_workers
 from kvdist.checkpoint.locks import Locks, require_run
@@ -67,11 +67,13 @@ from kvdist.core.worker.requests import (
     Transfer,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import CheckpointError, PeerLostError
+from kvdist.errors import CheckpointError, InitMismatch, PeerLostError
 from kvdist.kvstore.backend import LoadJob, SaveJob
 from kvdist.kvstore.keys import named
 from kvdist.kvstore.local_values import Updaters
+from kvdist.kvstore.metrics import Workers, gather
 from kvdist.kvstore.values import Key, Shape
+from kvdist.naming import who_says_what
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master, state_size
 from kvdist.protocol.arrays import Bits, padded
@@ -498,24 +500,6 @@ def _optimizer(updater: Updaters | None) -> Optimizer | None:
 T = TypeVar("T")
 
 
-class Workers(Protocol):
-    """Workers that save together: a `KVStore`, or its ranks."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker."""
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers."""
-
-    def agree(self, statement: str) -> None:
-        """See `KVStore.agree`."""
-
-    def average(self, value: Any) -> Any:
-        """See `KVStore.average`."""
-
-
 class WorkerSaving(Saving):
     """Checkpoints of workers that hold the same values: the first writes them, each adds its `state`, and all wait.
 
@@ -528,23 +512,16 @@ class WorkerSaving(Saving):
     """
 
     def __init__(
-        self,
-        workers: Workers | None,
-        held: Callable[[], Sequence[Held]],
-        updater: Callable[[], Updaters | None],
+        self, workers: Workers | None, held: Callable[[], Sequence[Held]], updater: Callable[[], Updaters | None]
     ) -> None:
         super().__init__()
         self._workers = workers
+        self.rank = 0 if workers is None else workers.rank
         self._held = held
         self._updater = updater
         self._locks = Locks()
         self.position: Callable[[], Mapping[str, Any] | None] = lambda: None
         """Function for the position of this process in its data."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker."""
-        return 0 if self._workers is None else self._workers.rank
 
     def save(self, job: SaveJob) -> CheckpointFuture:
         """Write a checkpoint before returning. A failure after the claim of the folder is in the future.
@@ -559,22 +536,22 @@ class WorkerSaving(Saving):
                 self._raise_failed("the checkpoint before this one")
             return destination(job, self.rank)
 
-        place = self.together(checked, "its arguments are wrong, or it has not looked at a checkpoint that failed")
-        if self._workers is not None:
-            self._workers.agree(f"saves {place.folder} ({', '.join(place.contents)}), keep {place.keep or 'all'}")
-        live = _live(self._workers)
-        own = self.together(
-            lambda: self._claim(place.folder) if self.rank == live[0] else "", f"worker-{live[0]} cannot save there"
+        place, statements = self._together(
+            checked,
+            lambda place: f"saves {place.folder} ({', '.join(place.contents)}), keep {place.keep or 'all'}",
+            is_equal=True,
         )
-        place = replace(place, run=_all_digits(self._workers, own, len(live))[live[0]])
+        first = min(statements)
+        _, runs = self._together(lambda: self._claim(place.folder) if self.rank == first else "", str)
+        place = replace(place, run=runs[first])
         future = CheckpointFuture(place.folder)
         if job.states_only:
-            self._write(place, live)
+            self._write(place, first)
             future.finish(None)
             return future
         self._last = future
         try:
-            self._write(place, live)
+            self._write(place, first)
         except CheckpointError as error:
             LOG.error("no checkpoint was written: %s", error)
             future.finish(error)
@@ -597,51 +574,38 @@ class WorkerSaving(Saving):
             raise
         return run
 
-    def _write(self, place: Destination, live: Sequence[int]) -> None:
-        """Write the file of every worker, then the rest on the first worker."""
-        folder, first = place.folder, live[0]
+    def _write(self, place: Destination, first: int) -> None:
+        """Write the file of every worker, then the rest on the first worker. A failure leaves no files."""
+        folder = place.folder
 
-        def write_own() -> FileRecord | None:
+        def write_own() -> str:
             if not place.content:
-                return None
+                return ""
             require_run(Path(directory_of(str(folder))), place.run)
-            return write_worker_file(folder, self.rank, place.content, place.run, place.step)
+            return json.dumps(asdict(write_worker_file(folder, self.rank, place.content, place.run, place.step)))
 
         try:
-            record = self.together(write_own, "its own file could not be written")
+            _, records = self._together(write_own, str)
+            files = [FileRecord(**json.loads(record)) for record in records.values() if record]
+            self._together(lambda: self._write_rest(place, files) if self.rank == first else None)
         except CheckpointError:
             if self.rank == first:  # by now all have written their files or failed
-                self._sweep(folder)
+                with contextlib.suppress(CheckpointError):  # the error of the attempt matters more
+                    perform(Sweep(str(folder)), self._locks)
             raise
-        digits = _all_digits(self._workers, "" if record is None else record.sha256[:DIGITS], len(live))
-        self.together(
-            lambda: self._write_rest(place, digits) if self.rank == first else None,
-            f"worker-{first} could not write the rest",
-        )
 
-    def _write_rest(self, place: Destination, digits: Sequence[str]) -> None:
-        """Write the values that all workers hold, and the manifest. A failure leaves no files."""
+    def _write_rest(self, place: Destination, files: Sequence[FileRecord]) -> None:
+        """Write the values that all workers hold, and the manifest."""
         held, updater = self._held(), self._updater()
         if not held:
             raise ValueError("the store has no keys to save: call init first")
         folder, contents, run, step = str(place.folder), place.contents, place.run, place.step
-        files = _records(place.folder, digits)
-        try:
-            slices = tuple(one.saved(updater, contents) for one in held)
-            shard = perform(WriteShard(folder, "server-0", slices, run, step), self._locks)
-            assert isinstance(shard, FileRecord)
-            keys, description = _saved_keys(held), _description(updater)
-            position = self.position()
-            manifest = Manifest(step, contents, MODE, True, description, 1, 1, keys, (shard, *files), run, position)
-            perform(WriteManifest(folder, manifest, place.keep), self._locks)
-        except CheckpointError:
-            self._sweep(place.folder)
-            raise
-
-    def _sweep(self, folder: Path) -> None:
-        """Remove the files of a failed attempt, as far as possible: the error of the attempt matters more."""
-        with contextlib.suppress(CheckpointError):
-            perform(Sweep(str(folder)), self._locks)
+        slices = tuple(one.saved(updater, contents) for one in held)
+        shard = perform(WriteShard(folder, "server-0", slices, run, step), self._locks)
+        assert isinstance(shard, FileRecord)
+        keys, description, position = _saved_keys(held), _description(updater), self.position()
+        manifest = Manifest(step, contents, MODE, True, description, 1, 1, keys, (shard, *files), run, position)
+        perform(WriteManifest(folder, manifest, place.keep), self._locks)
 
     def close(self, wait: bool = True) -> None:
         """Release the directories, so that other jobs can save to them.
@@ -673,9 +637,7 @@ class WorkerSaving(Saving):
             assert isinstance(found, tuple)
             return checkpoint, found
 
-        checkpoint, found = self.together(read, "it could not be read")
-        if self._workers is not None:
-            self._workers.agree(f"loads {checkpoint.folder}")
+        (checkpoint, found), _ = self._together(read, lambda result: f"loads {result[0].folder}", is_equal=True)
         return checkpoint, held, found
 
     def restore(self, held: Sequence[Held], found: Sequence[SliceImage]) -> list[Bits | None]:
@@ -720,41 +682,52 @@ class WorkerSaving(Saving):
             shards = Shards(folder, parts)
             return [shards.read(one.wanted(i, updater), (STATES,)) for i, one in enumerate(held)], ""
 
-        found, obstacle = self.together(read, "the states of its own optimizer could not be read")
+        (found, obstacle), _ = self._together(read)
         if obstacle:
             for one in held:
                 updater.restore(one.saved_key.key, None)
-            LOG.warning(
-                "the local optimizer of worker %d begins anew: %s has no states for it (%s)",
-                self.rank,
-                folder,
-                obstacle,
-            )  # fmt: skip
+            text = "the local optimizer of worker %d begins anew: %s has no states for it (%s)"
+            LOG.warning(text, self.rank, folder, obstacle)
         for one, read_slice in zip(held, found, strict=False):
             one.take(read_slice, updater)
 
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
         """Return the optimizer whose states were saved."""
-        return self.together(lambda: _saved_optimizer(job, self.rank), "it could not be read")
+        return self._together(lambda: _saved_optimizer(job, self.rank))[0]
 
-    def together(self, do: Callable[[], T], what: str) -> T:
+    def _together(
+        self, do: Callable[[], T], statement: Callable[[T], str] = lambda _: "", is_equal: bool = False
+    ) -> tuple[T, dict[int, str]]:
         """Call `do` on all workers; fails on all if it fails on any.
+
+        Returns:
+            The result of `do`, and the statement of every worker about its result, by rank.
 
         Raises:
             CheckpointError: `do` failed on another worker. The failed worker raises the error of `do`.
+            InitMismatch: `is_equal` is set, and statements differ.
         """
-        outcome: T | Exception
+        failure: Exception | None = None
         try:
-            outcome = do()
+            result = do()
+            text = f"+{statement(result)}"
         except (CheckpointError, TypeError, ValueError) as error:
-            outcome = error
-        has_failed = isinstance(outcome, Exception)
-        shares = 1.0 if self._workers is None else self._workers.average(float(not has_failed))
-        if isinstance(outcome, Exception):
-            raise outcome
-        if shares < 1.0:
-            raise CheckpointError(f"another worker failed: {what}; its log, or its exception, says why")
-        return outcome
+            failure, text = error, f"-{error}"
+        content = text.encode(errors="backslashreplace")
+        gathered = {self.rank: content} if self._workers is None else gather(self._workers, content)
+        if failure is not None:
+            raise failure
+        texts = {rank: one.decode() for rank, one in gathered.items()}
+        failures = [f"worker-{rank} failed: {one[1:]}" for rank, one in texts.items() if one.startswith("-")]
+        if failures:
+            raise CheckpointError("; ".join(failures))
+        statements = {rank: one[1:] for rank, one in texts.items()}
+        if is_equal and len(set(statements.values())) > 1:
+            raise InitMismatch(
+                f"the workers do not agree. {who_says_what(statements.items())}. Every worker must run the same program"
+                " on the same model"
+            )
+        return result, statements
 
 
 def _saved_optimizer(job: LoadJob, rank: int) -> Optimizer | None:
@@ -765,40 +738,8 @@ def _saved_optimizer(job: LoadJob, rank: int) -> Optimizer | None:
     return None if manifest.optimizer is None else chosen_optimizer(manifest.optimizer)
 
 
-def _live(workers: Workers | None) -> list[int]:
-    """Return the ranks of the workers that have not left, in order."""
-    if workers is None:
-        return [0]
-    mine = np.zeros(workers.num_workers)
-    mine[workers.rank] = 1.0
-    return [int(rank) for rank in np.flatnonzero(workers.average(mine))]
-
-
-def _all_digits(workers: Workers | None, own: str, num_live: int) -> list[str]:
-    """Return the `DIGITS` hexadecimal digits of each rank; zeros for ''.
-
-    A mean over live workers of arrays that are zero outside their rows carries them: 32 bits at a time, which fit a
-    float64, multiplied and divided by the number of workers.
-    """
-    own = own or "0" * DIGITS
-    if workers is None:
-        return [own]
-    halves = np.zeros((workers.num_workers, 2))
-    halves[workers.rank] = [int(own[:8], 16), int(own[8:], 16)]
-    found = np.rint(workers.average(halves * num_live))
-    return [f"{int(high):08x}{int(low):08x}" for high, low in found]
-
-
-def _records(folder: Path, digits: Sequence[str]) -> list[FileRecord]:
-    """Return the records of the workers' files."""
-    with explained(f"{folder} could not be read"):
-        names = [f"worker-{rank}-{own}.json" for rank, own in enumerate(digits) if own.strip("0")]
-        return [record_of(folder, name) for name in names]
-
-
 Submit = Callable[[Callable[[int], Request], Finish | None], Future[Any]]
 Wait = Callable[[Future[Any]], Any]
-
 
 NO_FILE = SavedFile("", 0, "")
 _NOWHERE = Path("/nowhere")

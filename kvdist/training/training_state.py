@@ -1,7 +1,7 @@
-"""Saving and loading of a trainer, on its store where that updates, else in this process.
+"""Saving and loading of a trainer: by its store if that updates the weights, else by the workers.
 
-Where the store updates, its servers write their state. Where workers update, all have the same weights and states: the
-first worker writes these, each adds its own `state`, and none returns before all have written.
+Workers that update have the same weights and states: the first worker writes these, each worker adds its `state`, and
+no worker returns before all have written.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class TrainingState:
     """Saves and loads a trainer's weights and optimizer states.
 
     Args:
-        parameters: all of them; their keys are their positions.
-        local: the optimizer that runs here, unless the store updates.
-        store: the trainer's; None without one.
-        is_updated_there: whether the store updates.
-        steps_here: whether workers make steps of their own between two of the store's: then `states` are theirs.
+        parameters: all parameters; the key of each is its position.
+        local: the optimizer of this process, unless the store updates.
+        store: the store of the trainer, or None.
+        store_updates: whether the store updates the weights.
+        has_local_steps: whether workers update, too, between two updates by the store: then `states` are the worker's.
     """
 
     def __init__(
@@ -40,21 +40,26 @@ class TrainingState:
         parameters: Sequence[Parameter],
         local: LocalUpdate,
         store: KVStoreBase | None,
-        is_updated_there: bool,
-        steps_here: bool = False,
+        store_updates: bool,
+        has_local_steps: bool = False,
     ) -> None:
         self._parameters = parameters
         self._local = local
         self._samples = 0
-        self._store = _able(store)
-        self._updating = self._store if is_updated_there else None
-        """The store where it updates, which then saves and loads."""
-        self._steps_here = steps_here
-        self._stepping = None if steps_here else self._updating
-        """The store where it has the states of the optimizer."""
-        self._workers = WorkerSaving(self._store, self._held, lambda: local.updater)
-        if self._store is not None:
-            self._store._at_close(self._workers.close)
+        if not isinstance(store, KVStore | None):
+            raise NotImplementedError(
+                f"the store {store.type!r} only implements KVStoreBase, which cannot save its values; save"
+                " net.state_dict(), or use one of kvdist's stores"
+            )
+        self._store = store
+        self._updating = store if store_updates else None
+        """The store if it updates, and so saves and loads; else None."""
+        self._has_local_steps = has_local_steps
+        self._stepping = None if has_local_steps else self._updating
+        """The store if it has the states of the optimizer; else None."""
+        self._workers = WorkerSaving(None if store is None else store._backend, self._held, lambda: local.updater)
+        if store is not None:
+            store._at_close(self._workers.close)
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.save_states`."""
@@ -62,7 +67,7 @@ class TrainingState:
         if self._updating is not None:
             self._updating._backend.wait(self._updating._save(job))
         else:
-            self._workers.save(job)
+            self._files().save(job)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.load_states`."""
@@ -73,14 +78,14 @@ class TrainingState:
             self._load_here(job)
 
     def states(self, keys: Sequence[int]) -> list[SliceState | None]:
-        """The optimizer's state of each key; not a collective call."""
+        """Return the state of the optimizer for each key; not a collective call."""
         if self._stepping is not None:
             return self._stepping.optimizer_states(keys)
         states = [self._local.updater.state_of(key) for key in keys]
         return [None if state is None else state.copy() for state in states]
 
     def replace_states(self, keys: Sequence[int], states: Sequence[SliceState | None]) -> None:
-        """Go on from these; every worker calls it, and has agreed that they are the same everywhere."""
+        """Replace the states of the optimizer. Every worker calls it with the same states, as agreed before."""
         if self._stepping is not None:
             self._stepping.replace_optimizer_states(keys, states)
         else:
@@ -93,31 +98,31 @@ class TrainingState:
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None, steps: int
     ) -> Future[Path]:
-        """See `Trainer.save_checkpoint`; where workers make steps of their own, this one has made `steps`."""
+        """See `Trainer.save_checkpoint`; `steps` is the number of local steps of this worker."""
         job = SaveJob(directory, step, state, keep, self._names)
         if self._updating is None:
-            return self._workers.save(job)
-        if self._steps_here:
+            return self._files().save(job)
+        if self._has_local_steps:
             job = replace(job, write_own=partial(self._workers.write_own, steps=steps))
         return self._updating._save(job)
 
     def tell_position(self, position: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Save the place in the data with every checkpoint from now on, as this says it."""
+        """Save the position in the data, which `position` returns, with every later checkpoint."""
         self._workers.position = position
         if self._updating is not None:
             self._updating._backend.position = position
 
     def tell_samples(self, samples: int) -> None:
-        """Save with every checkpoint from now on of how many examples the weights are made, if no server counts."""
+        """Save the number of examples behind the weights with every later checkpoint, unless servers count them."""
         self._samples = samples
         if self._updating is not None:
             self._updating._backend.samples = samples
 
     def close(self) -> None:
-        """Release the locks of checkpoint folders, so that other jobs may save there; the store stays open.
+        """Release the locks of checkpoint folders, so that other jobs may save into them; the store stays open.
 
         Raises:
-            CheckpointError: the last checkpoint made here has failed and its future was not read.
+            CheckpointError: the last checkpoint of the workers has failed, and its future was not read.
         """
         self._workers.close()
 
@@ -127,17 +132,23 @@ class TrainingState:
         return self._load_here(job) if self._updating is None else self._updating._load(job)
 
     def load_own(self, folder: Path) -> None:
-        """Take over the states of this worker's own optimizer from a checkpoint, if it has them.
+        """Restore the states of this worker's local optimizer, if the checkpoint has any.
 
         Raises:
             CheckpointError: a file of a worker is damaged.
         """
-        self._workers.load_own(folder)
+        self._files().load_own(folder)
         self._local.spread()
 
     @property
     def _names(self) -> dict[int | str, str]:
         return {key: parameter.name for key, parameter in enumerate(self._parameters)}
+
+    def _files(self) -> WorkerSaving:
+        """Return the checkpoints of the workers, if the store is open and no push has failed unread."""
+        if self._store is not None:
+            self._store._begin()
+        return self._workers
 
     def _held(self) -> list[HeldArray]:
         held = []
@@ -148,24 +159,10 @@ class TrainingState:
         return held
 
     def _load_here(self, job: LoadJob) -> Checkpoint:
-        checkpoint, values_read = self._workers.load(job)
+        checkpoint, values_read = self._files().load(job)
         self._local.spread()
         for parameter, bits in zip(self._parameters, values_read, strict=True):
             if bits is not None:
                 for replica in parameter.carried:
                     values.write_bits(replica, bits, values.describe(replica)[1])
         return checkpoint
-
-
-def _able(store: KVStoreBase | None) -> KVStore | None:
-    """The store, if it can do what is needed here.
-
-    Raises:
-        NotImplementedError: it is one of the user's own, which can do less.
-    """
-    if store is None or isinstance(store, KVStore):
-        return store
-    raise NotImplementedError(
-        f"the store {store.type!r} only implements KVStoreBase, which cannot save its values; save net.state_dict(), or"
-        " use one of kvdist's stores"
-    )

@@ -1,4 +1,4 @@
-"""Means over the workers and values of rank 0, within one process; with several workers they are tested on clusters."""
+"""Means over the workers, values of rank 0 and bytes of all, in one process; several workers are tested on clusters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvdist import kv
+from kvdist.kvstore.metrics import gather
 
 
 @pytest.fixture(params=["local", "dist"])
@@ -68,6 +69,11 @@ def test_values_of_rank_0_are_new_arrays_of_the_same_kinds(store):
             assert copy.dtype == value.dtype and copy.tolist() == value.tolist()
             copy[...] = 0
     assert store.from_rank_0([]) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"text" * 100_000])
+def test_bytes_come_back_by_rank(store, content):
+    assert gather(store._backend, content) == gather(store._backend, content) == {0: content}
 
 
 def test_keys_and_optimizer_of_the_store_are_not_touched(store):

@@ -332,7 +332,7 @@ def mistaken(folder: Path, where: str) -> None:
     except TypeError as error:
         assert store.rank == 1 and "not text" in str(error)
     except CheckpointError as error:
-        assert store.rank == 0, error
+        assert store.rank == 0 and (where == "there" or "worker-1 failed: the state of" in str(error)), error
     assert made.save_checkpoint(folder, 2).result().name == "step-2"
     print(f"mistaken done on {store.rank}")
 
