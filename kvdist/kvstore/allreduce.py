@@ -334,7 +334,7 @@ class Ranks:
                 result[...] = array.detach() if isinstance(array, Tensor) else array
             self.broadcast([as_tensor(result) for result in results])
             return results
-        self.agree(f"{'sum' if how is Reduction.SUM else 'average'} of {said}")
+        self.agree(f"{'exchange of bytes as' if how is Reduction.SUM else 'average of'} {said}")
         counts = how is not Reduction.MEAN_OF_OTHERS
         sums = [as_tensor(array) if counts else torch.zeros_like(as_tensor(array)) for array in arrays]
         share = torch.tensor([float(counts)], device=sums[0].device)

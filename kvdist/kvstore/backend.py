@@ -197,6 +197,7 @@ class Reduction(enum.Enum):
     """What `Backend.reduce` makes of the workers' arrays."""
 
     SUM = enum.auto()
+    """The sum, with which `gather` exchanges bytes."""
     MEAN = enum.auto()
     MEAN_OF_OTHERS = enum.auto()
     """This worker's arrays do not count. NaN where no worker's do."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -68,10 +68,9 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, InitMismatch, PeerLostError
-from kvdist.kvstore.backend import LoadJob, SaveJob
+from kvdist.kvstore.backend import LoadJob, Reduction, SaveJob
 from kvdist.kvstore.keys import named
 from kvdist.kvstore.local_values import Updaters
-from kvdist.kvstore.metrics import Workers, gather
 from kvdist.kvstore.values import Key, Shape
 from kvdist.naming import who_says_what
 from kvdist.optimizer.base import Extent, Optimizer
@@ -498,6 +497,37 @@ def _optimizer(updater: Updaters | None) -> Optimizer | None:
 
 
 T = TypeVar("T")
+
+
+class Workers(Protocol):
+    """Workers that exchange arrays: the backend of a store, or its ranks."""
+
+    rank: int
+    num_workers: int
+
+    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
+        """See `Backend.reduce`."""
+
+
+RANKS = 4096
+"""Ranks that `gather` tells apart, at least: workers that join a job have higher ranks than those of its start."""
+
+
+def gather(workers: Workers, content: bytes) -> dict[int, bytes]:
+    """Return the bytes of every live worker, by rank. Every worker must call it.
+
+    Each worker adds its bytes to its row of a table, and zeros to the rows of the others.
+    """
+    sizes = np.zeros(max(RANKS, workers.num_workers), np.int64)
+    sizes[workers.rank] = len(content) + 1
+    (sizes,) = workers.reduce([sizes], Reduction.SUM)
+    ranks = np.flatnonzero(sizes).tolist()
+    rows = np.zeros((len(ranks), 1 << int(sizes.max()).bit_length()), np.uint8)  # few widths, so few keys
+    rows[ranks.index(workers.rank), : len(content) + 1] = np.frombuffer(content + b"\1", np.uint8)
+    (rows,) = workers.reduce([rows], Reduction.SUM)
+    ends = sizes[ranks] - 1
+    # A row without its last byte is that of a worker that was lost between the two sums.
+    return {rank: row[:end].tobytes() for rank, end, row in zip(ranks, ends, rows, strict=True) if row[end]}
 
 
 class WorkerSaving(Saving):

@@ -1,4 +1,4 @@
-"""Values that workers exchange beside training: means of metrics, arrays of rank 0, and bytes of every worker.
+"""Values that workers exchange beside training: sums, means, and arrays of rank 0.
 
 Invariants:
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class MetricsExchange:
             results = [values.zeros_like(array) for array in arrays]
             self._store.broadcast(keys, list(arrays), out=results)
             return results
-        self._store.agree(f"{'sum' if how is Reduction.SUM else 'average'} of {said}")
+        self._store.agree(f"{'exchange of bytes as' if how is Reduction.SUM else 'average of'} {said}")
         return self._summed(self._store, keys, arrays, how)
 
     def close(self) -> None:
@@ -78,34 +78,3 @@ def _keys(arrays: Sequence[Any]) -> tuple[list[str], str]:
         seen[said] += 1
         named.append((f"{said}, {seen[said]}", said))
     return [key for key, _ in named], "; ".join(said for _, said in named)
-
-
-class Workers(Protocol):
-    """Workers that exchange arrays: the backend of a store, or its ranks."""
-
-    rank: int
-    num_workers: int
-
-    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
-        """See `Backend.reduce`."""
-
-
-RANKS = 4096
-"""Ranks that `gather` tells apart, at least: workers that join a job have higher ranks than those of its start."""
-
-
-def gather(workers: Workers, content: bytes) -> dict[int, bytes]:
-    """Return the bytes of every live worker, by rank. Every worker must call it.
-
-    Each worker adds its bytes to its row of a table, and zeros to the rows of the others.
-    """
-    sizes = np.zeros(max(RANKS, workers.num_workers), np.int64)
-    sizes[workers.rank] = len(content) + 1
-    (sizes,) = workers.reduce([sizes], Reduction.SUM)
-    ranks = np.flatnonzero(sizes).tolist()
-    rows = np.zeros((len(ranks), 1 << int(sizes.max()).bit_length()), np.uint8)  # few widths, so few keys
-    rows[ranks.index(workers.rank), : len(content) + 1] = np.frombuffer(content + b"\1", np.uint8)
-    (rows,) = workers.reduce([rows], Reduction.SUM)
-    ends = sizes[ranks] - 1
-    # A row without its last byte is that of a worker that was lost between the two sums.
-    return {rank: row[:end].tobytes() for rank, end, row in zip(ranks, ends, rows, strict=True) if row[end]}

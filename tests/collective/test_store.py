@@ -22,7 +22,7 @@ from kvdist.errors import (
     RankLostError,
 )
 from kvdist.kvstore import collective, collective_store, local
-from kvdist.kvstore.metrics import gather
+from kvdist.kvstore.checkpoints import gather
 from kvdist.kvstore.registry import COLLECTIVE_NAMES
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks

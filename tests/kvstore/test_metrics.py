@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvdist import kv
-from kvdist.kvstore.metrics import gather
+from kvdist.kvstore.checkpoints import gather
 
 
 @pytest.fixture(params=["local", "dist"])

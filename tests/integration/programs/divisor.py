@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from kvdist import kv
-from kvdist.kvstore.metrics import gather
+from kvdist.kvstore.checkpoints import gather
 from kvdist.optimizer import SGD
 
 CONTENTS = [[b"", b"1" * 70_000, b"\0\1\0"], [b"a", b"", b"c" * 3], [b""] * 3]
