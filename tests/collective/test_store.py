@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 
@@ -358,6 +359,37 @@ def test_states_that_one_worker_cannot_read_fail_on_all(tmp_path):
         return store.average(float(rank))
 
     assert returned(on_ranks(2, program)) == [0.5] * 2
+
+
+def test_workers_that_save_different_steps_are_told_which_and_nothing_is_written(tmp_path):
+    def program(store, rank):
+        store.init("a", full(1))
+        with pytest.raises(InitMismatch, match="do not agree. worker-0 says: saves .*step-0.*worker-1 says: .*step-1"):
+            store.save_checkpoint(tmp_path, rank)
+        with pytest.raises(InitMismatch, match="keep 1"):
+            store.save_checkpoint(tmp_path, 2, keep=rank + 1)
+        assert list(tmp_path.iterdir()) == []
+        return store.save_checkpoint(tmp_path, 3).result().name
+
+    assert returned(on_ranks(2, program)) == ["step-3"] * 2
+
+
+def test_a_file_that_one_worker_cannot_write_fails_the_checkpoint_on_all_and_leaves_none(tmp_path):
+    def program(store, rank):
+        store.init("a", full(1))
+        error = store.save_checkpoint(tmp_path, 4, state="x" * (1 << 20) * rank).exception()
+        assert isinstance(error, CheckpointError)
+        store.barrier()  # until worker 0 has removed its file
+        return str(error), (tmp_path / "step-4").exists(), store.save_checkpoint(tmp_path, 5, state=rank).result().name
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))  # the state of worker 1 is too large for a file
+    try:
+        (other, *rest), (own, *others_rest) = returned(on_ranks(2, program))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert other == f"worker-1 failed: {own}" and "could not be used for a checkpoint: File too large" in own
+    assert rest == others_rest == [False, "step-5"]
 
 
 def test_nccl_is_a_store_of_this_process_where_that_is_alone(caplog):
