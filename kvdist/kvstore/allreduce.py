@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from kvdist.collective.channel import Channel
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
 from kvdist.collective.operations import AllGather, AllReduce, BarrierOperation, Broadcast, Operation
 from kvdist.collective.signature import ASIDE
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.errors import BarrierTimeout, CollectiveError, InitMismatch, KvdistError
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Reduction
-from kvdist.kvstore.values import Key, Shape
 from kvdist.naming import NamedKey, who_says_what
 from kvdist.reduce_op import Sum
 
@@ -44,19 +43,18 @@ class KeySum:
     """One key of a sum.
 
     Attributes:
-        key: its name.
-        shape, dtype: what all ranks declared.
-        given: this rank's arrays, one per device; none for no gradient.
-        places: where the sum goes, as often as it is wanted; empty for nowhere but the store.
-        wire: the type in which it travels; `dtype` where it is not compressed.
+        info: the key, as all ranks declared it.
+        dtype: type of its values.
+        wire: type in which they travel; `dtype` where they are not compressed.
+        given: arrays of this rank, one per device; none for no gradient.
+        places: arrays that get the sum; empty for the store alone.
     """
 
-    key: Key
-    shape: Shape
+    info: KeyInfo
     dtype: torch.dtype
+    wire: torch.dtype
     given: Sequence[Any]
     places: Sequence[Any]
-    wire: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Summed:
     averaging: int
 
 
-class KeyAllReduce(Operation):
+class KeyAllReduce(AllReduce):
     """One call's keys, summed over the ranks.
 
     Args:
@@ -101,29 +99,22 @@ class KeyAllReduce(Operation):
         self._parts = parts
         self._then = then
         home = _home(parts)
-        self._size = 1
         self._targets = [[memory_of(place) for place in part.places] for part in parts]
         pairs = [self._pair(i, home, weight, keeps) for i in range(len(parts))]
         has = [float(bool(part.given)) for part in parts]
-        self._counts = torch.tensor([has, [average * one for one in has]], dtype=torch.float32, device=home)
-        self._sums = [output for _, output in pairs]
-        inputs, outputs = [given for given, _ in pairs], [*self._sums, self._counts]
-        self._inner = AllReduce("", [*inputs, self._counts], outputs, Sum, 1 / predivide, predivide, _keys_of(parts))
-        self.signature = self._inner.signature
+        counts = torch.tensor([has, [average * one for one in has]], dtype=torch.float32, device=home)
+        inputs, outputs = zip(*pairs, (counts, counts), strict=True)
+        super().__init__("", inputs, outputs, Sum, 1 / predivide, predivide, _keys_of(parts))
 
-    def begin(self, channel: Channel) -> Sequence[Any]:
-        self._size = channel.size
-        return self._inner.begin(channel)
-
-    def finish(self) -> None:
-        self._inner.finish()
-        counts, averaging = ([round(count) for count in row] for row in self._counts.tolist())
-        summed = [Summed(*one) for one in zip(self._parts, self._sums, counts, averaging, strict=True)]
+    def finish(self) -> Any:
+        *sums, totals = super().finish()
+        counts, averaging = ([round(count) for count in row] for row in totals.tolist())
+        summed = [Summed(*one) for one in zip(self._parts, sums, counts, averaging, strict=True)]
         if self._size > 1:
             _divide([one.tensor for one in summed if one.averaging == one.count], self._size)
-        places = {part.key: place for part, place in zip(self._parts, self._targets, strict=True)}
+        targets = {part.info.key: memories for part, memories in zip(self._parts, self._targets, strict=True)}
         for one in self._then(summed):
-            for place, memory in zip(one.part.places, places[one.part.key], strict=True):
+            for place, memory in zip(one.part.places, targets[one.part.info.key], strict=True):
                 write(place, memory, one.tensor)
 
     def _pair(self, number: int, home: torch.device, weight: float, keeps: bool) -> tuple[Tensor, Tensor]:
@@ -135,7 +126,7 @@ class KeyAllReduce(Operation):
         given = [_of_dtype(as_tensor(array), part.dtype) for array in part.given]
         fits = target is not None and target.device == home and part.wire is part.dtype is target.dtype
         if target is None or not fits or _overlaps(target, given[1:]):
-            target = torch.empty(part.shape, dtype=part.wire, device=home)
+            target = torch.empty(part.info.shape, dtype=part.wire, device=home)
         if not given:
             return target.zero_(), target
         first = given[0]
@@ -169,7 +160,7 @@ def dtype_of(label: str) -> torch.dtype:
 
 def _keys_of(parts: Sequence[KeySum]) -> str:
     """The keys of a call, another text for other keys; then, for people alone, the names that they have besides."""
-    keys = [part.key for part in parts]
+    keys = [part.info.key for part in parts]
     listed = _listed([repr(key) for key in keys])
     if not any(isinstance(key, NamedKey) for key in keys):
         return listed

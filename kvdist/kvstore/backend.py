@@ -173,13 +173,6 @@ MembershipWatcher = Callable[[tuple[int, ...], tuple[int, ...]], object]
 """Takes the ranks of the workers before and after the change."""
 
 
-class DenseTransfers(Protocol):
-    """Moves keys that are arrays."""
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull; a future of what the call returns. That of a push without one is not read."""
-
-
 class TableTransfers(Protocol):
     """Moves rows of keys that are tables."""
 
@@ -257,7 +250,6 @@ class Backend(abc.ABC):
         compression: what encodes pushes; None while nothing does.
         uncompressed: keys that travel as they are.
         errors: of pushes without a future; the next call raises them.
-        arrays: moves arrays.
         rows: moves rows of tables; None without `Ability.ROWS`.
         rollback_watchers: called when all have gone back to a snapshot.
         watchers: called by `check` when `members` has changed.
@@ -274,7 +266,6 @@ class Backend(abc.ABC):
     samples = 0
     position: Callable[[], Mapping[str, Any] | None] = staticmethod(lambda: None)
     abilities: frozenset[Ability] = frozenset()
-    arrays: DenseTransfers
 
     def __init__(
         self,
@@ -326,6 +317,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         """Make rank 0's arrays everybody's, for new keys and others, and write them into `out`."""
+
+    @abc.abstractmethod
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull arrays; a future of what the call returns. Callers do not read that of `Lending.NOTHING`."""
 
     @abc.abstractmethod
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:

@@ -803,7 +803,7 @@ class KVStore(KVStoreBase):
             self._backend.require_able(Ability.WEIGHTS)
         if self._backend.keys.tables:
             return self._mixed.transfer(call)
-        return self._backend.arrays.transfer(call)
+        return self._backend.transfer(call)
 
     def _result_of(self, future: Future[Any], lends: bool = False) -> Any:
         result = self._backend.wait(future, lends)

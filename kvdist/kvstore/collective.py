@@ -1,12 +1,12 @@
-"""The stores ``collective`` and its other names: every worker has a copy of the values, and sums need no server.
+"""The stores ``collective`` and its other names: a local store on every worker, whose contributions are sums over all.
 
-A call checks and hands the engine one operation for all its keys; what follows from the sums happens on the engine's
-thread, in the order of the calls. Invariants:
+A call checks its arguments and hands the engine a single operation for all its keys; what follows from the sums happens
+on the engine's thread, in the order of the calls. Invariants:
 
 * All workers make the same calls with the same keys, in the same order. A worker without a gradient gives None; it
   still makes the call.
-* Each worker keeps the values in a store within its process. They are the same everywhere because the sums are.
-* A key that `leave_unkept` has named has no value here: `pushpull` gives its sum to the caller, and copies nothing.
+* The values are the same on all workers because the sums are.
+* A key that `leave_unkept` has named has no value in the store: `pushpull` gives its sum to the caller alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,29 +29,11 @@ from kvdist.errors import CollectiveMismatch
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
-from kvdist.kvstore.allreduce import (
-    KeyAllReduce,
-    KeySum,
-    Ranks,
-    Summed,
-    as_tensor,
-    dtype_of,
-    memory_of,
-    write,
-)
-from kvdist.kvstore.backend import (
-    Ability,
-    Backend,
-    Lending,
-    LoadJob,
-    PushPull,
-    Reduction,
-    SaveJob,
-    resolved,
-)
-from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, alone, as_dense, is_sparse
+from kvdist.kvstore.allreduce import KeyAllReduce, KeySum, Ranks, Summed, as_tensor, dtype_of, memory_of, write
+from kvdist.kvstore.backend import Ability, Lending, LoadJob, PushPull, SaveJob, resolved
+from kvdist.kvstore.keys import Fresh, KeyArrays, alone, is_sparse
 from kvdist.kvstore.local import LocalBackend
-from kvdist.kvstore.placement import Devices, Matched
+from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.rowsparse import LazyRows
 from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
 from kvdist.naming import minority_first, name_of
@@ -59,7 +42,7 @@ from kvdist.optimizer.compression import Half
 from kvdist.optimizer.states import SliceState
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.checkpoints import Checkpoint, CheckpointFuture, Held, WorkerSaving
+    from kvdist.kvstore.checkpoints import Checkpoint, CheckpointFuture
     from kvdist.kvstore.compression import StoreCompression
 
 ROWS_ADVICE = (
@@ -67,24 +50,24 @@ ROWS_ADVICE = (
     " everything else without, or 'dist'"
 )
 
-Agree = Callable[[str, Callable[[list[str]], str]], None]
-"""Compares what all workers say; where they differ, the second argument makes the sentence, or '' if they may."""
 
-
-class CollectiveBackend(Backend):
-    """A copy of the values on every worker.
+class CollectiveBackend(LocalBackend):
+    """The same values on every worker.
 
     Args:
-        type_name: the name by which the store was created.
+        type_name: name by which the store was created.
         engine: this process as a rank.
         leave: called when the store is closed.
-        number: of the group of ranks that share the store.
-        store: unlike that of the other stores of this engine, and the same on all ranks.
-        kernels: what updates values on the host.
-        devices: the GPUs that it uses.
+        number: number of the group of ranks that share the store.
+        store: number of the store among those of the engine, the same on all ranks.
+        kernels: kernels that update values on the host.
+        devices: GPUs that the store uses.
         updates: whether `set_optimizer` is for this store; else the workers update.
-        predivide: by what values are divided before they are summed, and multiplied after it.
+        predivide: divisor of values before they are summed, and factor of sums.
     """
+
+    reporting = property(attrgetter("_ranks.reporting"))
+    reduce = property(attrgetter("_ranks.reduce"))
 
     def __init__(
         self,
@@ -99,41 +82,163 @@ class CollectiveBackend(Backend):
         updates: bool = False,
         predivide: float = 1.0,
     ) -> None:
-        self._ranks = ranks = Ranks(engine, number, store)
-        super().__init__(type_name, ranks.rank, ranks.num_workers, devices=devices, kernels=kernels)
+        self._ranks: Ranks = Ranks(engine, number, store)
+        super().__init__(type_name, kernels, devices, self._ranks.rank, self._ranks.num_workers)
         abilities = {Ability.UPDATER, Ability.COMPRESSION, Ability.STATES}
         self.abilities = frozenset(abilities | {Ability.OPTIMIZER} if updates else abilities)
+        self.lock = threading.RLock()
         self._leave = leave
-        self.keys: CollectiveKeys = CollectiveKeys(self)
-        self._local = LocalBackend("device", kernels, self.devices)
-        self.arrays: ReplicatedValues = ReplicatedValues(self, ranks, self._local, predivide)
-        self._saving: WorkerSaving | None = None
+        self._predivide = predivide
+        self._types: dict[Key, tuple[torch.dtype, torch.dtype]] = {}
+        """Key → the type of its values, and the type in which they travel."""
+        self._unkept: set[Key] = set()
+        """Keys whose sums go to the callers alone."""
+        self._optimizer: Optimizer | None = None
+        """The optimizer whose numbers the user may change; a copy of it updates the values."""
+        self._last: Future[Any] = resolved(None)
+        """Future of the call that was begun last: the values have all calls when it is done."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        return self.arrays.optimizer
+        return self._optimizer
 
     def num_dead_nodes(self) -> int:
         return int(self._ranks.has_lost)
 
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        return self._ranks.reporting()
-
     # Keys.
 
     def declare(self, given: KeyArrays) -> None:
-        with self.reporting():
-            fresh = self.keys.fresh(given)
-        self.arrays.place([(one, array, []) for one, array in self.keys.agreed(fresh, self._ranks.agree)])
+        self._broadcast(self._agreed(given), {})
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
+        self._agreed(given)
         with self.reporting():
-            fresh = self.keys.fresh(given)
-        self.keys.agreed(fresh, self._ranks.agree)
-        with self.reporting():
-            places = {info.key: own for info, own in self.keys.writable(values.pairs(key, out))}
+            places = {info.key: arrays for info, arrays in self.keys.writable(values.pairs(key, out))}
         self._wait_for_sums()
-        self.arrays.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
+        self._broadcast([(one, arrays[0]) for one, arrays in given], places)
+
+    def _agreed(self, given: KeyArrays) -> list[tuple[Key, Any]]:
+        """Enter new keys, which all workers declare alike, and return them with their first values.
+
+        Raises:
+            InitMismatch: workers declare different keys, or a key has been declared otherwise before.
+            TypeError, ValueError: a value cannot be the first value of a key.
+        """
+        with self.reporting():
+            for one, arrays in given:
+                if any(isinstance(array, LazyRows) or is_sparse(array) for array in arrays):
+                    raise TypeError(f"{name_of(one)}: {ROWS_ADVICE}")
+            fresh = self.keys.undeclared(given)
+            if self.compression is not None:
+                self.compression.require((one, dtype) for one, _, _, dtype, _ in fresh)
+        if fresh:
+            self._ranks.agree("\n".join(_declaration(new) for new in fresh), first_difference)
+        for new in fresh:
+            one, first, _, dtype, _ = new
+            wire = dtype if self.compression is None else self.compression.sent_as(one, dtype)
+            self._types[one] = dtype_of(dtype.label), dtype_of(wire.label)
+            self.keys.add(alone(new), first)
+        return [(one, first) for one, first, *_ in fresh]
+
+    def _broadcast(self, firsts: Sequence[tuple[Key, Any]], places: Mapping[Key, Sequence[Any]]) -> None:
+        """Write the values of rank 0 into the store and into places."""
+        tensors, memories = [], []
+        for one, first in firsts:
+            tensor, targets = as_tensor(first), [memory_of(place) for place in places.get(one, ())]
+            memory = targets[0] if targets else None
+            if memory is None or memory.dtype is not tensor.dtype:
+                tensors.append(tensor.clone(memory_format=torch.contiguous_format))
+            else:
+                tensors.append(memory.copy_(tensor))
+            memories.append(targets)
+        self._ranks.broadcast(tensors)
+        for (one, _), tensor, targets in zip(firsts, tensors, memories, strict=True):
+            for place, memory in zip(places.get(one, ()), targets, strict=True):
+                write(place, memory, tensor)
+            if one not in self._unkept:
+                self._keep(self.keys[one], tensor)
+
+    def _keep(self, info: KeyInfo, tensor: torch.Tensor) -> None:
+        bits = values.read_bits(tensor)
+        with self.lock:
+            if info.key in self.entries:
+                self.entries[info.key].load(bits)
+            else:
+                self.entries[info.key] = self.new_value(info, self.keys.like(info, bits))
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:
+        self._unkept.update(one for one in keys if one not in self.keys)
+
+    # Values.
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        if not call.pushes:
+            return self._pull(call)
+        if call.options.is_weighted:
+            self.require_able(Ability.WEIGHTS)
+        with self.reporting():
+            matched = self._matched(call)
+        parts = [KeySum(info, *self._types[info.key], arrays, places) for info, arrays, places in matched]
+        optimizer, average = self._optimizer, bool(call.options.average)
+        numbers = None if optimizer is None else {name: getattr(optimizer, name) for name in LIVE}
+        weight = 1.0 if optimizer is None else float(optimizer.rescale_grad)
+
+        def then(sums: list[Summed]) -> list[Summed]:
+            return self._take(sums, numbers)
+
+        keeps = call.pulls and call.lending is Lending.EVERYTHING
+        future = self._last = self._ranks.submit(KeyAllReduce(parts, average, then, weight, self._predivide, keeps))
+        if call.lending is Lending.NOTHING:
+            future.add_done_callback(self.note_failed)
+        return future
+
+    def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
+        """Check a push: keys with the arrays of this worker, and those for the sum."""
+        if call.pulls and call.out is None and not holds_rows(call.value):
+            return [(info, arrays, arrays) for info, arrays in self.keys.writable(values.pairs(call.key, call.value))]
+        pushed = self.keys.contributed(values.pairs(call.key, call.value), self.devices)
+        if not call.pulls:
+            return [(info, arrays, []) for info, arrays in pushed]
+        out = self.keys.writable(values.pairs(call.key, call.value if call.out is None else call.out))
+        return [(info, arrays, places) for (info, arrays), (_, places) in zip(pushed, out, strict=True)]
+
+    def _pull(self, call: PushPull) -> Future[Any]:
+        """Write values into `out`, or new arrays, once the calls before this one are done."""
+        for one in values.keys(call.key):
+            self.keys[one]  # raises KeyNotInitialised
+            if one in self._unkept:
+                raise ValueError(
+                    f"{name_of(one)} belongs to a Trainer: pushpull returns its sums, and the store does not keep them"
+                )
+        read = self.reading(call)
+
+        def hand_out() -> Any:
+            with self.lock:
+                return read()
+
+        return after(self._last, hand_out)
+
+    def _take(self, sums: list[Summed], numbers: Mapping[str, Any] | None) -> list[Summed]:
+        """Change values by sums, and return the sums that are results as they are. Called on the engine's thread."""
+        kept = [one for one in sums if one.part.info.key not in self._unkept]
+        for one in kept:
+            if 0 < one.averaging < one.count:
+                raise CollectiveMismatch(
+                    f"{one.averaging} of the {one.count} workers with a value for {one.part.info.name} ask for an"
+                    " average and the others for a sum: pass the same average on all workers (in a Trainer: step() on"
+                    " all workers, or step(batch_size) on all)"
+                )
+        with self.lock:
+            if numbers is not None and self.updaters is not None:
+                for name, number in numbers.items():
+                    setattr(self.updaters.optimizer, name, number)
+                self.updaters.optimizer.rescale_grad = 1.0  # each worker has multiplied by its rescale_grad already
+            self.contribute([(one.part.info, [one.tensor.to(one.part.dtype)]) for one in kept if one.count])
+            updates = self.updaters is not None or self.function is not None
+            pulled = [one.part for one in kept if one.part.places and (updates or not one.count)]
+            self.write_to([(part.info, part.places) for part in pulled])
+        written = {part.info.key for part in pulled}
+        return [one for one in sums if one.part.info.key not in written]
 
     # All workers together.
 
@@ -143,16 +248,17 @@ class CollectiveBackend(Backend):
         else:
             self._ranks.agree(statement)
 
-    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
-        return self._ranks.reduce(arrays, how)
-
     def set_optimizer(self, optimizer: Optimizer) -> None:
         self._ranks.agree(f"the optimizer {optimizer.describe()}")
-        self.arrays.update_by(optimizer)
+        with self.lock:
+            super().set_optimizer(optimizer.twin())
+        self._optimizer = optimizer
 
     def set_updater(self, function: UpdaterFunction) -> None:
         self._wait_for_sums()
-        self.arrays.call(function)
+        with self.lock:
+            super().set_updater(function)
+        self._optimizer = None
 
     def require_compression(self, chosen: StoreCompression) -> None:
         if not isinstance(chosen.compression.codec, Half):
@@ -161,118 +267,39 @@ class CollectiveBackend(Backend):
                 f" {chosen.compression}; 'dist' does the others"
             )
 
-    def leave_unkept(self, keys: Sequence[Key]) -> None:
-        self.arrays.unkept.update(one for one in keys if one not in self.keys)
-
     # Files.
 
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         self._wait_for_sums()
-        with self.arrays.lock:
-            return self._local.states(keys)
+        return super().states(keys)
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         self._wait_for_sums()
-        with self.arrays.lock:
-            self._local.replace_states(keys, states)
+        super().replace_states(keys, states)
 
     def save(self, job: SaveJob) -> CheckpointFuture:
         self._wait_for_sums()
-        return self._files().save(job)
+        return super().save(job)
 
     def load(self, job: LoadJob) -> Checkpoint:
         self._wait_for_sums()
-        if not job.values:
-            self.adopt_optimizer(self._files().saved_optimizer(job))
-        # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
-        files = self._files()
-        checkpoint, held, found = files.read(job)
-        with self.arrays.lock:
-            self._local.take(files.restore(held, found))
-        return checkpoint
-
-    def _files(self) -> WorkerSaving:
-        if self._saving is None:
-            from kvdist.kvstore.checkpoints import WorkerSaving
-
-            self._saving = WorkerSaving(self._ranks, self._held, lambda: self._local.arrays.updaters)
-            self._saving.position = lambda: self.position()
-        return self._saving
-
-    def _held(self) -> list[Held]:
-        self._local.samples = self.samples
-        with self.arrays.lock:
-            return self._local.held()
+        return super().load(job)
 
     def close(self, wait: bool, failure: str = "") -> None:  # the engine tells it
         """Leave the store, once what was begun is done. Raises the error of a lost push."""
         with contextlib.ExitStack() as stack:
-            if self._saving is not None:
-                stack.callback(self._saving.close, wait)
+            stack.callback(super().close, wait)
             if wait:
-                wait_for([self.arrays.last])
-            self._local.close(wait)
+                wait_for([self._last])
             self._leave()
             if self.errors:
                 raise self.errors.popleft()
 
     def _wait_for_sums(self) -> None:
         """Wait until the sums that were begun are done, and raise the first error of one."""
-        wait_for([self.arrays.last])
+        wait_for([self._last])
         if self.errors:
             raise self.errors.popleft()
-
-
-class CollectiveKeys(KeyTable):
-    """The keys of one store, and how their values travel.
-
-    Args:
-        backend: the store's: has its GPUs and compression.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__()
-        self.types: dict[Key, tuple[torch.dtype, torch.dtype]] = {}
-        """Of a key's values, and that in which they travel."""
-        self._backend = backend
-
-    def fresh(self, given: KeyArrays) -> Sequence[Fresh]:
-        """The new keys, with what this worker says of them.
-
-        Raises:
-            InitMismatch: one has been declared otherwise before.
-            TypeError, ValueError: a value cannot be a key's.
-        """
-        for one, arrays in given:
-            if any(isinstance(array, LazyRows) or is_sparse(array) for array in arrays):
-                raise TypeError(f"{name_of(one)}: {ROWS_ADVICE}")
-        fresh = self.undeclared(given)
-        if self._backend.compression is not None:
-            self._backend.compression.require((one, dtype) for one, _, _, dtype, _ in fresh)
-        return fresh
-
-    def agreed(self, fresh: Sequence[Fresh], agree: Agree) -> list[tuple[Key, Any]]:
-        """Know these, which all workers have declared alike when this returns; they, with their values.
-
-        Raises:
-            InitMismatch: workers have declared different ones.
-        """
-        if fresh:
-            agree("\n".join(_declaration(new) for new in fresh), first_difference)
-        compression = self._backend.compression
-        for new in fresh:
-            one, first, _, dtype, _ = new
-            self.add(alone(new), first)
-            wire = dtype if compression is None else compression.sent_as(one, dtype)
-            self.types[one] = dtype_of(dtype.label), dtype_of(wire.label)
-        return [(one, first) for one, first, *_ in fresh]
-
-    def contributed(self, key: Keys, value: Value) -> Matched:
-        """The keys of a call with what is given for them, which fits; rows as arrays."""
-        pairs = values.pairs(key, value)
-        return self.matched(
-            [(one, [as_dense(one, array, self._backend.devices) for array in arrays]) for one, arrays in pairs]
-        )
 
 
 def _declaration(new: Fresh) -> str:
@@ -291,162 +318,6 @@ def first_difference(all_said: list[str]) -> str:
     shown = enumerate(line.rpartition(ASIDE)[2] for line in differing)
     said = "; ".join(f"{who}: {line}" for who, line in minority_first(shown))
     return f"workers declared different keys: {said}. All must declare the same ones in the same order"
-
-
-class ReplicatedValues:
-    """This worker's copy of the values.
-
-    Args:
-        backend: the store's: has its keys, and takes errors of pushes without a future.
-        ranks: with whom sums are made.
-        local: has the values.
-        predivide: by what values are divided before they are summed, and multiplied after it.
-    """
-
-    def __init__(self, backend: CollectiveBackend, ranks: Ranks, local: LocalBackend, predivide: float = 1.0) -> None:
-        self.lock = threading.RLock()
-        self.unkept: set[Key] = set()
-        """Keys whose sums go to the callers alone."""
-        self.optimizer: Optimizer | None = None
-        """The one whose numbers the user may change; the values are updated by a copy of it."""
-        self.last: Future[Any] = resolved(None)
-        """What was begun last: the values are those of now when it is done."""
-        self._backend = backend
-        self._keys = backend.keys
-        self._ranks = ranks
-        self._local = local
-        self._predivide = predivide
-        self._own: Optimizer | None = None
-        self._has_updater = False
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull; a future of what the call returns."""
-        if not call.pushes:
-            return self._pull(call)
-        if call.options.is_weighted:
-            self._backend.require_able(Ability.WEIGHTS)
-        with self._ranks.reporting():
-            given = self._matched(call)
-        future = self._begin(given, bool(call.options.average), call.pulls and call.lending is Lending.EVERYTHING)
-        if call.lending is Lending.NOTHING:
-            future.add_done_callback(self._backend.note_failed)
-        return future
-
-    def place(self, given: Sequence[tuple[Key, Any, list[Any]]]) -> None:
-        """Have rank 0's values in the store and in places."""
-        memories = [[memory_of(place) for place in places] for _, _, places in given]
-        tensors = []
-        for (_, first, _), (memory, *_) in zip(given, [one or [None] for one in memories], strict=True):
-            own = as_tensor(first)
-            if memory is None or memory.dtype is not own.dtype:
-                tensors.append(own.clone(memory_format=torch.contiguous_format))
-            else:
-                tensors.append(memory.copy_(own))
-        self._ranks.broadcast(tensors)
-        kept, arrays = [], []
-        for (one, _, places), targets, tensor in zip(given, memories, tensors, strict=True):
-            for place, memory in zip(places, targets, strict=True):
-                write(place, memory, tensor)
-            if one not in self.unkept:
-                kept.append(one)
-                arrays.append(self._keys.like(self._keys[one], values.read_bits(tensor)))
-        with self.lock:
-            if kept:
-                first = values.pairs(kept, arrays)
-                self._local.declare(first)
-                self._local.arrays.replace(first)
-
-    def update_by(self, optimizer: Optimizer) -> None:
-        """From now on sums are gradients."""
-        own = optimizer.twin()
-        with self.lock:
-            self._local.set_optimizer(own)
-        self.optimizer, self._own, self._has_updater = optimizer, own, True
-
-    def call(self, updater: UpdaterFunction) -> None:
-        """From now on a function changes the values."""
-        with self.lock:
-            self._local.set_updater(updater)
-        self.optimizer, self._own, self._has_updater = None, None, True
-
-    def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
-        """The keys of a push, what is given for each, and where its sum goes."""
-        if not call.pulls:
-            return [(info, arrays, []) for info, arrays in self._keys.contributed(call.key, call.value)]
-        if call.out is None and not holds_rows(call.value):
-            return [(info, arrays, arrays) for info, arrays in self._keys.writable(values.pairs(call.key, call.value))]
-        given = self._keys.contributed(call.key, call.value)
-        out = self._keys.writable(values.pairs(call.key, call.value if call.out is None else call.out))
-        return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
-
-    def _pull(self, call: PushPull) -> Future[Any]:
-        """Write values into `out`, or new arrays, once what was begun before is done."""
-        for one in values.keys(call.key):
-            self._keys[one]  # which says so if there is none
-            if one in self.unkept:
-                raise ValueError(
-                    f"{name_of(one)} belongs to a Trainer: pushpull returns its sums, and the store does not keep them"
-                )
-        places = None if call.out is None else self._keys.writable(values.pairs(call.key, call.out), call.skips_rows)
-        local = self._local.arrays
-
-        def hand_out() -> Any:
-            with self.lock:
-                if places is None:
-                    return local.transfer(call).result()
-                return local.write_to([(local[info.key], arrays) for info, arrays in places])
-
-        return after(self.last, hand_out)
-
-    def _begin(
-        self, given: Sequence[tuple[KeyInfo, list[Any], list[Any]]], average: bool, keeps: bool = False
-    ) -> Future[None]:
-        """Have sums made, and then whatever follows from them."""
-        parts = []
-        for info, arrays, places in given:
-            own, wire = self._keys.types[info.key]
-            parts.append(KeySum(info.key, info.shape, own, arrays, places, wire))
-        numbers = None if self.optimizer is None else {name: getattr(self.optimizer, name) for name in LIVE}
-        weight = 1.0 if self.optimizer is None else float(self.optimizer.rescale_grad)
-
-        def then(summed: list[Summed]) -> list[Summed]:
-            return self._take(summed, numbers)
-
-        summing = KeyAllReduce(parts, average, then, weight, self._predivide, keeps)
-        self.last = self._ranks.submit(summing)
-        return self.last
-
-    def _take(self, summed: list[Summed], numbers: Mapping[str, Any] | None) -> list[Summed]:
-        """On the engine's thread: what the sums do to the values. Returns the sums that are results as they are."""
-        kept = [one for one in summed if one.part.key not in self.unkept]
-        for one in kept:
-            if 0 < one.averaging < one.count:
-                raise CollectiveMismatch(
-                    f"{one.averaging} of the {one.count} workers with a value for {name_of(one.part.key)} ask for an"
-                    " average and the others for a sum: pass the same average on all workers (in a Trainer: step() on"
-                    " all workers, or step(batch_size) on all)"
-                )
-        with self.lock:
-            if numbers is not None:
-                self._copy_numbers(numbers)
-            pushed = [one for one in kept if one.count]
-            if pushed:
-                self._local.arrays.contribute(
-                    self._local.arrays.matched([(one.part.key, [one.tensor.to(one.part.dtype)]) for one in pushed])
-                )
-            wanted = [one for one in kept if one.part.places and (self._has_updater or not one.count)]
-            if wanted:
-                self._local.arrays.write_to(
-                    self._local.arrays.writable([(one.part.key, list(one.part.places)) for one in wanted])
-                )
-        pulled = {one.part.key for one in wanted}
-        return [one for one in summed if one.part.key not in pulled]
-
-    def _copy_numbers(self, numbers: Mapping[str, Any]) -> None:
-        assert self._own is not None
-        for name, number in numbers.items():
-            setattr(self._own, name, number)
-        self._own.rescale_grad = 1.0  # each worker has multiplied its own, as another may have another
 
 
 def after(future: Future[Any], do: Callable[[], Any]) -> Future[Any]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ class DistBackend(Backend):
     """
 
     abilities = frozenset(Ability) - {Ability.UPDATER, Ability.CLIPPING}
+    transfer = property(attrgetter("arrays.transfer"))
 
     def __init__(
         self,

@@ -11,29 +11,17 @@ A key goes to the servers where its first value is rows (`RowSparse`, a sparse t
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, TypeAlias, TypeVar
 
 from kvdist.collective.signature import ASIDE
 from kvdist.kvstore import values
-from kvdist.kvstore.backend import (
-    Ability,
-    Backend,
-    Lending,
-    LoadJob,
-    PushPull,
-    Reduction,
-    SaveJob,
-    combined,
-)
+from kvdist.kvstore.backend import Ability, Backend, Lending, LoadJob, PushPull, SaveJob, combined
 from kvdist.kvstore.collective import CollectiveBackend
 from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.keys import KeyArrays, as_table
@@ -43,7 +31,8 @@ from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 
-Side = DistBackend | CollectiveBackend
+Side: TypeAlias = DistBackend | CollectiveBackend
+T = TypeVar("T")
 
 
 class HybridBackend(Backend):
@@ -51,10 +40,22 @@ class HybridBackend(Backend):
 
     Args:
         servers: keeps the tables.
-        workers: sums the rest, and updates it; both end with this store.
+        workers: sums the other keys, and updates them; both sides end with this store.
     """
 
     abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES, Ability.WEIGHTS})
+
+    # A method of one side alone.
+    optimizer = property(attrgetter("_servers.optimizer"))
+    members = property(attrgetter("_servers.members"))
+    check = property(attrgetter("_servers.check"))
+    note_error = property(attrgetter("_servers.note_error"))  # tells a lost push from an answer that leaving overtook
+    wait = property(attrgetter("_servers.wait"))
+    allocate = property(attrgetter("_servers.allocate"))
+    meet = property(attrgetter("_servers.meet"))
+    command = property(attrgetter("_servers.command"))
+    reporting = property(attrgetter("_workers.reporting"))
+    reduce = property(attrgetter("_workers.reduce"))
 
     def __init__(self, servers: DistBackend, workers: CollectiveBackend) -> None:
         super().__init__(workers.type, servers.rank, servers.num_workers, servers.num_servers, servers.devices)
@@ -63,13 +64,10 @@ class HybridBackend(Backend):
         self.errors = workers.errors = servers.errors
         self.keys, self.rows = servers.keys, servers.rows
         self.watchers, self.rollback_watchers = servers.watchers, servers.rollback_watchers
-        self.arrays: Sides = Sides(servers, workers)
-        self._on_servers = self.arrays.on_servers
+        self._on_servers: set[Key] = set()
+        """Keys that go to the servers, initialised or not."""
         self._known: set[Key] = set()
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        return self._servers.optimizer
+        """Initialised keys of both sides."""
 
     @property
     def holdings(self) -> str:
@@ -79,77 +77,80 @@ class HybridBackend(Backend):
         return max(self._servers.num_dead_nodes(), self._workers.num_dead_nodes())
 
     @property
-    def members(self) -> tuple[int, ...]:
-        return self._servers.members
-
-    @property
     def leasing_side(self) -> DistBackend | None:
-        """The servers, if they alone have the keys of one worker; else what that keeps has its place in the data."""
+        """The servers, if they alone have the keys of a single worker; else the workers' checkpoints have its place."""
         return self._servers if self.num_workers == 1 and self._known <= self._on_servers else None
 
-    def check(self) -> None:
-        self._servers.check()
+    def _split(self, keys: Sequence[Key]) -> list[tuple[Side, list[int]]]:
+        """Split keys between the sides: the positions of each side's keys. No other method decides where a key is.
 
-    def note_error(self, error: BaseException) -> None:
-        self._servers.note_error(error)  # which tells a push that is lost from one whose answer leaving overtook
-
-    def wait(self, future: Future[Any], lends: bool = False) -> Any:
-        return self._servers.wait(future, lends)
-
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        return self._workers.reporting()
-
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory that servers of this host are shown."""
-        return self._servers.allocate(nbytes)
+        Servers come first: they work while workers sum.
+        """
+        parts: dict[Side, list[int]] = {self._servers: [], self._workers: []}
+        for position, key in enumerate(keys):
+            parts[self._servers if key in self._on_servers else self._workers].append(position)
+        return [(side, positions) for side, positions in parts.items() if positions]
 
     # Keys.
 
     def require(self, key: Key) -> object:
-        return self.arrays.side_of(key).require(key)
+        ((side, _),) = self._split([key])
+        return side.require(key)
 
     def declare(self, given: KeyArrays) -> None:
-        self._place(given)
-        for side, part in self._split(given):
+        self._agree_on_sides(given)
+        for side, positions in self._split([key for key, _ in given]):
+            part = picked(given, positions)
             side.declare(part)
-            self._known.update(one for one, _ in part)
+            self._known.update(key for key, _ in part)
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
-        self._place(given)
+        self._agree_on_sides(given)
         places = dict(values.pairs(key, out))
-        for side, part in self._split(given):
-            names = [one for one, _ in part]
-            side.replace(part, names, [places[one] for one in names], priority)
+        for side, positions in self._split([key for key, _ in given]):
+            part = picked(given, positions)
+            names = [key for key, _ in part]
+            side.replace(part, names, [places[name] for name in names], priority)
             self._known.update(names)
 
-    def _place(self, given: KeyArrays) -> None:
-        """Agree with all workers on where new keys go."""
+    def _agree_on_sides(self, given: KeyArrays) -> None:
+        """Agree with all workers on the sides of new keys."""
         with self.reporting():
-            new = [(one, arrays) for one, arrays in given if one not in self._known]
+            new = [(key, arrays) for key, arrays in given if key not in self._known]
             tables = {
-                one
-                for one, arrays in new
-                if any(isinstance(as_table(one, array), RowSparse | LazyRows) for array in arrays)
+                key
+                for key, arrays in new
+                if any(isinstance(as_table(key, array), RowSparse | LazyRows) for array in arrays)
             }
         if new:
-            there = sorted((one for one, _ in new if one in self._on_servers or one in tables), key=repr)
-            said = f"of {len(new)} new keys these go to the servers: "
-            named = ", ".join(map(name_of, there))
-            self._workers.meet(statement=f"{said}{there}{ASIDE}{said}{named or 'none'}")
+            to_servers = sorted((key for key, _ in new if key in self._on_servers or key in tables), key=repr)
+            begin = f"of {len(new)} new keys these go to the servers: "
+            named = ", ".join(map(name_of, to_servers))
+            self._workers.meet(statement=f"{begin}{to_servers}{ASIDE}{begin}{named or 'none'}")
         self._on_servers.update(tables)
 
-    def _split(self, given: KeyArrays) -> list[tuple[Side, KeyArrays]]:
-        """The sides that have keys of a call, with those."""
-        positions = self.arrays.positions([one for one, _ in given])
-        return [(side, [given[i] for i in chosen]) for side, chosen in positions]
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        self._workers.leave_uncompressed(keys)
+        self._servers.leave_uncompressed(keys)
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:
+        self._workers.leave_unkept([key for key in keys if key not in self._on_servers])
+
+    def expect_rows(self, keys: Sequence[Key]) -> None:
+        self._on_servers.update(key for key in keys if key not in self._known)
+
+    # Values.
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        parts = self._split(values.keys(call.key))
+        if len(parts) == 1:
+            return parts[0][0].transfer(call)
+        futures = [side.transfer(_part(call, positions)) for side, positions in parts]
+        if call.pushes or call.out is not None:
+            return combined(futures)
+        return combined(futures, lambda: _merged(parts, [future.result() for future in futures]))
 
     # All workers together.
-
-    def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
-        self._servers.meet(timeout, statement)
-
-    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
-        return self._workers.reduce(arrays, how)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         self._servers.set_optimizer(optimizer)
@@ -159,43 +160,27 @@ class HybridBackend(Backend):
         self._workers.compress(params)
         self._servers.compress(params)
 
-    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        self._workers.leave_uncompressed(keys)
-        self._servers.leave_uncompressed(keys)
-
-    def leave_unkept(self, keys: Sequence[Key]) -> None:
-        self._workers.leave_unkept([one for one in keys if one not in self._on_servers])
-
-    def expect_rows(self, keys: Sequence[Key]) -> None:
-        self._on_servers.update(one for one in keys if one not in self._known)
-
-    def command(self, head: int, body: str) -> None:
-        self._servers.command(head, body)
-
     # Files.
 
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        found: dict[Key, SliceState | None] = {}
-        for side, chosen in self.arrays.positions(keys):
-            own = [keys[position] for position in chosen]
-            found.update(zip(own, side.states(own), strict=True))
-        return [found[key] for key in keys]
+        parts = self._split(keys)
+        return _merged(parts, [side.states(picked(keys, positions)) for side, positions in parts])
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        for side, chosen in self.arrays.positions(keys):
-            side.replace_states([keys[i] for i in chosen], [states[i] for i in chosen])
+        for side, positions in self._split(keys):
+            side.replace_states(picked(keys, positions), picked(states, positions))
 
     def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
-        (side, chosen), *_ = self.arrays.positions(keys)
-        return side.totals([keys[position] for position in chosen])
+        (side, positions), *_ = self._split(keys)
+        return side.totals(picked(keys, positions))
 
     def save(self, job: SaveJob) -> Future[Path]:
         self._workers.position, self._workers.samples = self.position, self.samples
         (first, folder), *others = self._folders(job.directory, "-workers" if job.states_only else "/workers")
         if not job.states_only and others:
-            # Before the workers write what would stay if it were refused.
+            # Before the workers write files that would stay if the servers refused.
             self._servers.claim(replace(job, directory=folder))
-        # Of a step that the servers have, the workers' part is there: it is written before, and goes away after.
+        # A step that the servers have has its workers' part: it is written before, and goes away after.
         keep = job.keep + 1 if isinstance(job.keep, int) and job.keep > 0 else job.keep
         for _, beside in others:
             written = self._workers.save(SaveJob(beside, job.step, keep=keep, states_only=job.states_only))
@@ -208,19 +193,17 @@ class HybridBackend(Backend):
         # The newest step is the last one that both sides have complete: servers come last in saving, and first here.
         found = first.load(replace(job, directory=folder))
         for side, beside in others:
-            there = side.load(replace(job, directory=beside, step=found.step if job.values else None))
-            found = replace(found, data=there.data)  # the servers have that of queues of other stores
+            part = side.load(replace(job, directory=beside, step=found.step if job.values else None))
+            found = replace(found, data=part.data)  # the servers have the place of queues of other stores
         return found
 
-    def _folders(self, given: str | os.PathLike[str], suffix: str) -> list[tuple[Side, Path]]:
-        """Where each side that has keys keeps its files: the first one in the folder that was given."""
+    def _folders(self, directory: str | os.PathLike[str], suffix: str) -> list[tuple[Side, Path]]:
+        """Return the folder of each side that has keys: `directory` for the first side."""
         from kvdist.kvstore.checkpoints import absolute
 
-        path = absolute(given)
-        there, here = self._on_servers & self._known, self._known - self._on_servers
-        if not there:
-            return [(self._workers, path)]
-        return [(self._servers, path), (self._workers, Path(f"{path}{suffix}"))] if here else [(self._servers, path)]
+        path = absolute(directory)
+        sides = [side for side, _ in self._split([*self._known])] or [self._workers]
+        return list(zip(sides, (path, Path(f"{path}{suffix}")), strict=False))
 
     def close(self, wait: bool, failure: str = "") -> None:
         try:
@@ -229,58 +212,30 @@ class HybridBackend(Backend):
             self._servers.close(wait, failure)
 
 
-class Sides:
-    """Moves arrays of either side.
-
-    Args:
-        servers, workers: the sides.
-    """
-
-    def __init__(self, servers: DistBackend, workers: CollectiveBackend) -> None:
-        self.on_servers: set[Key] = set()
-        """Keys that go to the servers, initialised or not."""
-        self._servers = servers
-        self._workers = workers
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull; a future of what the call returns."""
-        positions = self.positions(values.keys(call.key))
-        if len(positions) == 1:
-            return positions[0][0].arrays.transfer(call)
-        futures = [side.arrays.transfer(_part(call, chosen)) for side, chosen in positions]
-        if call.pushes or call.out is not None:
-            return combined(futures)
-
-        def in_order() -> list[Any]:
-            found: dict[int, Any] = {}
-            for (_, chosen), future in zip(positions, futures, strict=True):
-                found.update(zip(chosen, future.result(), strict=True))
-            return [found[position] for position in sorted(found)]
-
-        return combined(futures, in_order)
-
-    def side_of(self, key: Key) -> Side:
-        """Where a key is."""
-        return self._servers if key in self.on_servers else self._workers
-
-    def positions(self, keys: Sequence[Key]) -> list[tuple[Side, list[int]]]:
-        """The sides that have some of these keys, with their positions. Servers first: they work while workers sum."""
-        sides: tuple[Side, ...] = (self._servers, self._workers)
-        found = [(side, [i for i, key in enumerate(keys) if self.side_of(key) is side]) for side in sides]
-        return [(side, chosen) for side, chosen in found if chosen]
+def picked(items: Sequence[T], positions: Sequence[int]) -> list[T]:
+    """The items at these positions."""
+    return [items[position] for position in positions]
 
 
-def _part(call: PushPull, chosen: Sequence[int]) -> PushPull:
-    """What a call says about some of its keys. Only resident arrays are lent: another side may write the others."""
+def _merged(parts: Sequence[tuple[Side, list[int]]], results: Sequence[Sequence[Any]]) -> list[Any]:
+    """The results of each side's keys, in the order of the call."""
+    merged: dict[int, Any] = {}
+    for (_, positions), part in zip(parts, results, strict=True):
+        merged.update(zip(positions, part, strict=True))
+    return [merged[position] for position in range(len(merged))]
 
-    def of(given: Any) -> Any:
-        if given is None:
+
+def _part(call: PushPull, positions: Sequence[int]) -> PushPull:
+    """The part of a call for some of its keys. Only resident arrays are lent: another side may write the others."""
+
+    def of(items: Any) -> Any:
+        if items is None:
             return None
-        if not isinstance(given, (list, tuple)) or len(given) != len(call.key):  # type: ignore[arg-type]
-            values.pairs(call.key, given)  # which says what is wrong
-        return [given[position] for position in chosen]
+        if not isinstance(items, (list, tuple)) or len(items) != len(call.key):  # type: ignore[arg-type]
+            values.pairs(call.key, items)  # raises
+        return picked(items, positions)
 
-    keys = [call.key[position] for position in chosen]  # type: ignore[index]  # several keys are a list
+    keys = picked(call.key, positions)  # type: ignore[arg-type]  # several keys are a list
     lending = Lending.RESIDENT if call.pushes and call.pulls else call.lending
     return replace(
         call, key=keys, value=of(call.value) if call.pushes else None, out=of(call.out), lending=lending, shared=False

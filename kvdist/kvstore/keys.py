@@ -228,6 +228,10 @@ class KeyTable:
                     arrays[i] = values.converted(array, info.dtype)
         return matched
 
+    def contributed(self, given: KeyArrays, devices: Devices) -> Matched:
+        """Do the same for what a call contributes to arrays; rows become arrays."""
+        return self.matched([(key, [as_dense(key, array, devices) for array in arrays]) for key, arrays in given])
+
     def writable(self, given: KeyArrays, skips_rows: bool = False) -> Matched:
         """What is known of the keys, when a result can be written into every array, of whatever dtype.
 

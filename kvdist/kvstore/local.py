@@ -1,24 +1,24 @@
 """The stores ``local`` and ``device``: values shared by the devices of one process. No other process, no thread.
 
-Everything is done when a call returns, so the futures of the ``*_async`` methods are resolved already. Invariants:
+A call has done everything when it returns, so the futures of the ``*_async`` methods are resolved already. Invariants:
 
-* All keys and values of a call are checked before the first one is touched.
-* The stored bits are the store's own: what comes in is summed into them, what goes out is copied from them.
+* A call checks all its keys and values before it touches the first value.
+* The store shares no memory with the caller: contributions are summed into its values, results are copied from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdist.core.server.table_rows import TableRows, obstacle
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
-from kvdist.errors import PushRefused
+from kvdist.errors import KeyNotInitialised, PushRefused
 from kvdist.kernels.interface import Device, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -33,9 +33,9 @@ from kvdist.kvstore.backend import (
     SaveJob,
     resolved,
 )
-from kvdist.kvstore.keys import Ids, KeyArrays, Rows, alone, as_dense, require_no_tables
+from kvdist.kvstore.keys import Ids, KeyArrays, Rows, alone, require_no_tables
 from kvdist.kvstore.local_values import HostValue, LocalValue, Updaters, require_runs_on
-from kvdist.kvstore.placement import Devices, home_of, require_one_kind
+from kvdist.kvstore.placement import Devices, Matched, home_of, require_one_kind
 from kvdist.kvstore.registry import COMPRESSING_NAMES
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.sparse import MixedTransfers
@@ -47,66 +47,177 @@ from kvdist.optimizer.states import SliceState
 from kvdist.protocol.messages import ROWS
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.checkpoints import Checkpoint, Held, WorkerSaving
+    from kvdist.kvstore.checkpoints import Checkpoint, CheckpointFuture, Held, Workers, WorkerSaving
     from kvdist.kvstore.compression import StoreCompression
-
-Matched = list[tuple[LocalValue, list[Any]]]
-"""The values of a call's keys, with the arrays of the call, each checked to fit."""
 
 
 class LocalBackend(Backend):
     """Values within this process; on CPU arrays ``local`` and ``device`` do the same.
 
     Args:
-        type_name: the name by which the store was created.
-        kernels: what does the arithmetic on the host.
-        devices: the GPUs that it uses; None where values of GPUs are brought to the host.
+        type_name: name by which the store was created.
+        kernels: kernels for arithmetic on the host.
+        devices: GPUs that the store uses; None where values of GPUs are brought to the host.
+        rank, num_workers: this worker's rank, and number of workers whose stores hold the same values.
+
+    Attributes:
+        entries: value of each key that is an array.
+        updaters: change a value by a contribution; without them, and without `function`, the sum replaces the value.
+        lock: held while values change or are read.
     """
 
     abilities = frozenset(Ability) - {Ability.CLIPPING}
+    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    _ranks: Workers | None = None
+    """Workers that save together; None for a single process."""
 
-    def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
-        super().__init__(type_name, devices=devices, kernels=kernels)
-        self.arrays: LocalArrays = LocalArrays(self)
-        self.rows: LocalRows = LocalRows(self)
+    def __init__(
+        self,
+        type_name: str,
+        kernels: Kernels = REFERENCE,
+        devices: Devices | None = None,
+        rank: int = 0,
+        num_workers: int = 1,
+    ) -> None:
+        super().__init__(type_name, rank, num_workers, devices=devices, kernels=kernels)
         if type_name not in COMPRESSING_NAMES:
             self.abilities = self.abilities - {Ability.COMPRESSION}
+        self.entries: dict[Key, LocalValue] = {}
+        self.rows: LocalRows = LocalRows(self)
+        self.updaters: Updaters | None = None
+        self.function: UpdaterFunction | None = None
+        self._settled: dict[Key, tuple[int, int]] = {}
+        """Key that has had a contribution → the number of its GPU (-1 for the host), and its bytes."""
         self._saving: WorkerSaving | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
-        updaters = self.arrays.updaters
-        return None if updaters is None else updaters.optimizer
+        return None if self.updaters is None else self.updaters.optimizer
+
+    # Keys.
 
     def declare(self, given: KeyArrays) -> None:
         fresh = self.keys.undeclared(given)
-        tables = [(alone(one), one[1]) for one in fresh if one[-1]]
-        arrays = [(alone(one), one[1]) for one in fresh if not one[-1]]
+        tables = [(alone(new), new[1]) for new in fresh if new[-1]]
+        arrays = [(alone(new), new[1]) for new in fresh if not new[-1]]
         if self.compression is not None:
             self.compression.require((info.key, info.dtype) for info, _ in arrays)
-        if tables and self.arrays.function is not None:
+        if tables and self.function is not None:
             raise TypeError(
                 f"{tables[0][0].name} is a table of rows, which only an optimizer updates; this store has an"
                 " updater: call set_optimizer, or make another store"
             )
-        made = [self.arrays.made(info, first) for info, first in arrays]
+        entries = {info.key: self.new_value(info, first) for info, first in arrays}
         for info, first in tables:
-            self.rows.add(info, first)  # may refuse one; those before it are initialised then
+            self.rows.add(info, first)  # may refuse a table; the tables before it are initialised then
             self.keys.add(info, first)
-        self.arrays.entries.update((value.key, value) for value in made)
+        self.entries.update(entries)
         for info, first in arrays:
             self.keys.add(info, first)
+
+    def new_value(self, info: KeyInfo, first: Any) -> LocalValue:
+        """Copy the first value of a key, where it lies."""
+        device, kind = self.devices.of(first), values.kind_of(first)
+        if device is None:
+            return HostValue(info.key, info.shape, info.dtype, kind, self.kernels, values.read_bits(first).copy())
+        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
+
+        value = DeviceValue(info.key, info.shape, info.dtype, kind, self.devices, device, first)
+        value.replace(first)
+        return value
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         require_no_tables(self.rows.blocks, [(one, arrays) for one, arrays in given if one in self.rows.blocks])
         self.declare(given)
-        arrays = [(one, own) for one, own in given if one not in self.rows.blocks]
-        results = self.arrays.writable(values.pairs(key, out)) if len(arrays) == len(given) else None
-        self.arrays.replace(arrays)
+        plain = [(one, arrays) for one, arrays in given if one not in self.rows.blocks]
+        results = self.keys.writable(values.pairs(key, out)) if len(plain) == len(given) else None
+        for info, arrays in self._contributions(plain):
+            self.entries[info.key].replace(arrays[0])
+            if self.compression is not None:
+                self.compression.forget([info.key])
         if results is None:
             MixedTransfers(self).transfer(PushPull(key, None, out, priority, Lending.EVERYTHING, pushes=False)).result()
         else:
-            self.arrays.write_to(results)
+            self.write_to(results)
+
+    # Values.
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        if not call.pushes:
+            return resolved(self.reading(call)())
+        contributions = self._contributions(values.pairs(call.key, call.value))
+        places = call.value if call.out is None else call.out
+        results = self.keys.writable(values.pairs(call.key, places)) if call.pulls else []
+        self.contribute(contributions, self.compression)
+        self.write_to(results)
+        return resolved(None)
+
+    def reading(self, call: PushPull) -> Callable[[], Any]:
+        """Check a pull, and return the function that writes its results, or returns them if they are new arrays."""
+        if call.out is not None:
+            places = self.keys.writable(values.pairs(call.key, call.out), call.skips_rows)
+            return lambda: self.write_to(places)
+        infos = [self.keys[one] for one in values.keys(call.key)]
+        if isinstance(call.key, (list, tuple)):
+            return lambda: [self.entries[info.key].new() for info in infos]
+        return lambda: self.entries[infos[0].key].new()
+
+    def contribute(self, contributions: Matched, compression: StoreCompression | None = None) -> None:
+        """Change values by contributions of devices, which `compression` encodes as if they travelled."""
+        for info, arrays in contributions:
+            if not arrays:
+                continue  # an empty contribution: it adds nothing, and there is no other worker
+            codec = compression if compression is not None and compression.covers(info.key) else None
+            home = self._home_for(self.entries[info.key], arrays)
+            if self.updaters is not None:
+                home.update(self.updaters, arrays, codec)
+            elif self.function is not None:
+                home.call(self.function, arrays, codec)
+            else:
+                home.sum(arrays, codec)
+
+    def write_to(self, results: Sequence[tuple[KeyInfo, Sequence[Any]]]) -> None:
+        """Copy values into arrays."""
+        for info, arrays in results:
+            value = self.entries[info.key]
+            for array in arrays:
+                value.write_to(array)
+
+    def _contributions(self, given: KeyArrays) -> Matched:
+        """Check what a call contributes."""
+        contributions = self.keys.contributed(given, self.devices)
+        for info, arrays in contributions:
+            require_one_kind(info.key, arrays)
+        return contributions
+
+    def _home_for(self, entry: LocalValue, arrays: Sequence[Any]) -> LocalValue:
+        """Return the value, which from its first contribution on rests where that comes from."""
+        if entry.key in self._settled:
+            return entry
+        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+        devices = {device.index: device for device in map(self.devices.of, arrays) if device is not None}
+        if not devices:
+            self._settled[entry.key] = -1, nbytes
+            return entry
+        load = Counter[int]()
+        for index, settled_bytes in self._settled.values():
+            load[index] += settled_bytes
+        home = home_of(list(devices.values()), load)
+        self._settled[entry.key] = home.index, nbytes
+        return self._moved(entry, home, next(array for array in arrays if self.devices.of(array) is home))
+
+    def _moved(self, entry: LocalValue, home: Device, like: Any) -> LocalValue:
+        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
+
+        if isinstance(entry, DeviceValue):
+            entry.move(home)
+            return entry
+        moved = DeviceValue(entry.key, entry.shape, entry.dtype, entry.kind, self.devices, home, like)
+        moved.load(entry.host_bits())
+        self.entries[entry.key] = moved
+        return moved
+
+    # All workers together.
 
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
         copies = [values.zeros_like(array) for array in arrays]
@@ -115,17 +226,27 @@ class LocalBackend(Backend):
         return copies
 
     def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
-        """Return: this worker is the only one."""
+        """Return: this worker is alone."""
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         self.rows.require_fit(optimizer)
-        self.arrays.set_optimizer(optimizer)
+        for entry in self.entries.values():
+            require_runs_on(optimizer, entry.device)
+        if self.updaters is None:
+            self.updaters = Updaters(optimizer, self.kernels, self._device_of)
+        else:
+            self.updaters.optimizer = optimizer
+        self.function = None
+
+    def _device_of(self, key: Hashable) -> Device | None:
+        assert isinstance(key, int | str), "states are named by keys"
+        return self.entries[key].device
 
     def set_updater(self, function: UpdaterFunction) -> None:
         if self.rows.blocks:
             table = next(iter(self.rows.blocks))
             raise TypeError(f"{name_of(table)} is a table of rows, which only an optimizer updates; call set_optimizer")
-        self.arrays.function, self.arrays.updaters = function, None
+        self.function, self.updaters = function, None
 
     def require_compression(self, chosen: StoreCompression) -> None:
         if chosen.compression.pulled_as is not DType.FLOAT32:
@@ -134,39 +255,51 @@ class LocalBackend(Backend):
                 " 'dist'"
             )
 
+    # Files.
+
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        updaters = self._with_states()
-        states = [updaters.state_of(self.keys[key].key) for key in keys]
-        return [None if state is None else state.copy() for state in states]
+        with self.lock:
+            updaters, infos = self._with_states(keys)
+            states = [updaters.state_of(info.key) for info in infos]
+            return [None if state is None else state.copy() for state in states]
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        updaters = self._with_states()
-        for info, state in zip([self.keys[key] for key in keys], states, strict=True):
-            updaters.restore(info.key, None if state is None else state.copy())
+        with self.lock:
+            updaters, infos = self._with_states(keys)
+            for info, state in zip(infos, states, strict=True):
+                updaters.restore(info.key, None if state is None else state.copy())
 
-    def save(self, job: SaveJob) -> Future[Path]:
+    def save(self, job: SaveJob) -> CheckpointFuture:
         return self._files().save(job)
 
     def load(self, job: LoadJob) -> Checkpoint:
+        files = self._files()
         if not job.values:
-            self.adopt_optimizer(self._files().saved_optimizer(job))
-        checkpoint, found = self._files().load(job)
-        if job.values:
-            self.take(found)
+            self.adopt_optimizer(files.saved_optimizer(job))
+        # Not under the lock: workers agree behind the sums under way, whose thread takes it.
+        checkpoint, held, images = files.read(job)
+        with self.lock:
+            bits = files.restore(held, images)
+            for entry, value in zip(self.entries.values(), bits, strict=False):  # behind them tables, which have theirs
+                if value is not None:
+                    entry.load(value)
+            if job.values and self.compression is not None:
+                self.compression.forget()
         return checkpoint
 
     def held(self) -> list[Held]:
-        """What is to be saved."""
-        return [*self.arrays.held(), *self.rows.held()]
+        """Return what is to be saved, in the order of initialisation: arrays, then tables."""
+        from kvdist.kvstore.checkpoints import HeldArray
 
-    def take(self, found: Sequence[Bits | None]) -> None:
-        """Take these values, in the order of `held`; None leaves one as it is."""
-        self.arrays.load(found[: len(self.arrays.entries)])  # behind them the tables, which have theirs
-        if self.compression is not None:
-            self.compression.forget()
+        with self.lock:
+            arrays = [
+                HeldArray(entry.key, entry.shape, entry.dtype, entry.host_bits(), self.samples)
+                for entry in self.entries.values()
+            ]
+            return [*arrays, *self.rows.held()]
 
     def close(self, wait: bool, failure: str = "") -> None:  # nobody hears it
-        self.arrays.entries.clear()
+        self.entries.clear()
         self.rows.blocks.clear()
         if self._saving is not None:
             self._saving.close(wait)
@@ -175,162 +308,25 @@ class LocalBackend(Backend):
         if self._saving is None:
             from kvdist.kvstore.checkpoints import WorkerSaving
 
-            self._saving = WorkerSaving(None, self.held, lambda: self.arrays.updaters)
+            self._saving = WorkerSaving(self._ranks, self.held, lambda: self.updaters)
             self._saving.position = lambda: self.position()
         return self._saving
 
-    def _with_states(self) -> Updaters:
-        if self.arrays.updaters is None:
-            raise PushRefused("this store has no optimizer, and so no states: call set_optimizer first")
-        return self.arrays.updaters
-
-
-class LocalArrays:
-    """The keys of one store that are arrays.
-
-    Args:
-        backend: has its keys, kernels, GPUs and compression.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.entries: dict[Key, LocalValue] = {}
-        self.updaters: Updaters | None = None
-        """What a contribution changes the value by; without it, and without `function`, the sum replaces the value."""
-        self.function: UpdaterFunction | None = None
-        self._backend = backend
-        self._keys = backend.keys
-        self._kernels = backend.kernels
-        self._devices = backend.devices
-        self._settled: dict[Key, tuple[int, int]] = {}
-        """Key that has had a contribution → the number of its GPU (-1 for the host), and its bytes."""
-
-    def __getitem__(self, key: Key) -> LocalValue:
-        return self.entries[self._keys[key].key]
-
-    def made(self, info: KeyInfo, first: Any) -> LocalValue:
-        """A new entry with a copy of its first value."""
-        device, kind = self._devices.of(first), values.kind_of(first)
-        if device is None:
-            return HostValue(info.key, info.shape, info.dtype, kind, self._kernels, values.read_bits(first).copy())
-        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
-
-        entry = DeviceValue(info.key, info.shape, info.dtype, kind, self._devices, device, first)
-        entry.replace(first)
-        return entry
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull: all of it is done when this returns."""
-        contributions = self.matched(values.pairs(call.key, call.value)) if call.pushes else []
-        if call.pulls and call.out is None and not call.pushes:
-            copies = [self[one].new() for one in values.keys(call.key)]
-            return resolved(copies if isinstance(call.key, (list, tuple)) else copies[0])
-        places = call.value if call.out is None else call.out
-        results = self.writable(values.pairs(call.key, places), call.skips_rows) if call.pulls else []
-        self.contribute(contributions)
-        self.write_to(results)
-        return resolved(None)
-
-    def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Update by this one from now on; it follows the same rule as the one before."""
-        for entry in self.entries.values():
-            require_runs_on(optimizer, entry.device)
+    def _with_states(self, keys: Sequence[Key]) -> tuple[Updaters, list[KeyInfo]]:
         if self.updaters is None:
-            self.updaters = Updaters(optimizer, self._kernels, self._home)
-        else:
-            self.updaters.optimizer = optimizer
-        self.function = None
-
-    def held(self) -> list[Held]:
-        """What is to be saved, in the order of initialisation."""
-        from kvdist.kvstore.checkpoints import HeldArray
-
-        entries, samples = self.entries.values(), self._backend.samples
-        return [HeldArray(one.key, one.shape, one.dtype, one.host_bits(), samples) for one in entries]
-
-    def load(self, found: Sequence[Bits | None]) -> None:
-        """Take these values, in the order of initialisation; None leaves one as it is."""
-        for entry, bits in zip(self.entries.values(), found, strict=True):
-            if bits is not None:
-                entry.load(bits)
-
-    def replace(self, given: KeyArrays) -> None:
-        """Take the first of each key's values."""
-        for entry, arrays in self.matched(given):
-            entry.replace(arrays[0])
-            if self._backend.compression is not None:
-                self._backend.compression.forget([entry.key])
-
-    def writable(self, places: KeyArrays, skips_rows: bool = False) -> Matched:
-        """Where a call wants its results, checked."""
-        return [(self.entries[info.key], arrays) for info, arrays in self._keys.writable(places, skips_rows)]
-
-    def write_to(self, results: Matched) -> None:
-        """Copy values into these arrays."""
-        for entry, arrays in results:
-            now = self.entries[entry.key]  # a contribution may have moved it
-            for array in arrays:
-                now.write_to(array)
-
-    def matched(self, given: KeyArrays) -> Matched:
-        """What a call contributes, checked."""
-        dense = [(one, [as_dense(one, array, self._devices) for array in arrays]) for one, arrays in given]
-        matched = self._keys.matched(dense)
-        for info, arrays in matched:
-            require_one_kind(info.key, arrays)
-        return [(self.entries[info.key], arrays) for info, arrays in matched]
-
-    def contribute(self, contributions: Matched) -> None:
-        for entry, arrays in contributions:
-            if not arrays:
-                continue  # an empty contribution: it adds nothing, and there is no other worker
-            home = self._home_for(entry, arrays)
-            compression = self._backend.compression
-            if compression is not None and not compression.covers(entry.key):
-                compression = None
-            if self.updaters is not None:
-                home.update(self.updaters, arrays, compression)
-            elif self.function is not None:
-                home.call(self.function, arrays, compression)
-            else:
-                home.sum(arrays, compression)
-
-    def _home_for(self, entry: LocalValue, arrays: Sequence[Any]) -> LocalValue:
-        """The entry, which from its first contribution on rests where that comes from."""
-        if entry.key in self._settled:
-            return entry
-        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-        found = {device.index: device for device in map(self._devices.of, arrays) if device is not None}
-        if not found:
-            self._settled[entry.key] = -1, nbytes
-            return entry
-        load = Counter[int]()
-        for index, settled_bytes in self._settled.values():
-            load[index] += settled_bytes
-        home = home_of(list(found.values()), load)
-        self._settled[entry.key] = home.index, nbytes
-        return self._moved(entry, home, next(array for array in arrays if self._devices.of(array) is home))
-
-    def _moved(self, entry: LocalValue, home: Device, like: Any) -> LocalValue:
-        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
-
-        if isinstance(entry, DeviceValue):
-            entry.move(home)
-            return entry
-        moved = DeviceValue(entry.key, entry.shape, entry.dtype, entry.kind, self._devices, home, like)
-        moved.load(entry.host_bits())
-        self.entries[entry.key] = moved
-        return moved
-
-    def _home(self, key: Hashable) -> Device | None:
-        assert isinstance(key, int | str), "states are named by keys"
-        return self.entries[key].device
+            raise PushRefused("this store has no optimizer, and so no states: call set_optimizer first")
+        infos = [self.keys[key] for key in keys]
+        for info in infos:
+            if info.key not in self.entries:
+                raise KeyNotInitialised(f"the store keeps no state of {info.name}: it is a table, or is only summed")
+        return self.updaters, infos
 
 
 class LocalRows:
-    """The tables of one store: each is a block of rows such as a server has.
+    """The tables of a store: each is a block of rows such as a server has.
 
     Args:
-        backend: has its keys, kernels and optimizer.
+        backend: has the store's keys, kernels and optimizer.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -338,10 +334,10 @@ class LocalRows:
         self._backend = backend
 
     def add(self, info: KeyInfo, value: RowSparse | LazyRows) -> None:
-        """Keep a table that is not known yet; a copy."""
+        """Copy a new table."""
         initializer = None if info.form == ROWS else initializer_from(info.form)
         shape = info.shape
-        self._require_fit(info.key, shape, initializer is not None, self._backend.optimizer)
+        _require_fit(info.key, shape, initializer is not None, self._backend.optimizer)
         kernels = self._backend.kernels
         block = TableRows(info.key, len(self.blocks), shape, info.dtype, 0, shape[0], initializer, kernels)
         if isinstance(value, RowSparse):
@@ -350,15 +346,15 @@ class LocalRows:
         self.blocks[info.key] = block
 
     def held(self) -> list[Held]:
-        """What is to be saved, in the order of initialisation."""
+        """Return what is to be saved, in the order of initialisation."""
         from kvdist.kvstore.checkpoints import HeldTable
 
         return [HeldTable(block, self._backend.keys[key].form) for key, block in self.blocks.items()]
 
     def require_fit(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that cannot update one of the tables."""
+        """Refuse an optimizer that cannot update all tables."""
         for key, block in self.blocks.items():
-            self._require_fit(key, block.shape, block.is_lazy, optimizer)
+            _require_fit(key, block.shape, block.is_lazy, optimizer)
 
     def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
         """Update the table by these rows."""
@@ -374,8 +370,8 @@ class LocalRows:
         self.blocks[info.key].gather(ids, out)
         return resolved(None)
 
-    @staticmethod
-    def _require_fit(key: Key, shape: tuple[int, ...], is_lazy: bool, optimizer: Optimizer | None) -> None:
-        reason = None if optimizer is None else obstacle(optimizer, key, shape, is_lazy)
-        if reason:
-            raise ValueError(reason)
+
+def _require_fit(key: Key, shape: tuple[int, ...], is_lazy: bool, optimizer: Optimizer | None) -> None:
+    reason = None if optimizer is None else obstacle(optimizer, key, shape, is_lazy)
+    if reason:
+        raise ValueError(reason)

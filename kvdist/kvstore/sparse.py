@@ -285,7 +285,7 @@ class MixedTransfers:
 
     def _arrays(self, call: PushPull, key: Keys, value: Value, out: Value = None) -> Future[Any]:
         """The part of a call that is about arrays."""
-        return self._backend.arrays.transfer(replace(call, key=key, value=value, out=out))
+        return self._backend.transfer(replace(call, key=key, value=value, out=out))
 
     @property
     def _rows(self) -> TableTransfers:
@@ -297,7 +297,7 @@ class MixedTransfers:
 
     def _pull(self, call: PushPull) -> Future[Any]:
         if isinstance(call.key, (int, str)) and call.key not in self._keys.tables:
-            return self._backend.arrays.transfer(call)
+            return self._backend.transfer(call)
         if call.out is None:
             return self._pull_new(call)
         plain, places = self._apart(call.key, call.out)
