@@ -125,9 +125,10 @@ def _dist(name: str, chosen: TrainingPolicy | None = None) -> DistBackend:
         name, policy = "dist_async", ASYNC
     if is_sliced:
         policy = with_priority_slices(policy)
-    made = DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
-    made.policy = chosen
-    return made
+    kernels, devices = choose(read_setting("KVDIST_KERNELS")), _devices(name)  # may refuse, so they come first
+    backend = DistBackend(name, policy, PROCESS_CLUSTER.join(), kernels, devices)
+    backend.policy = chosen
+    return backend
 
 
 def _is_one_of_several() -> bool:
@@ -173,8 +174,12 @@ def _collective(name: str, number: int = 0, updates: bool = False, predivide: fl
 
 
 def _hybrid() -> KVStore:
-    servers = _dist("dist")
-    workers = _collective(HYBRID, updates=True)
+    workers = _collective(HYBRID, updates=True)  # first, as it refuses more, and before a cluster is joined
+    try:
+        servers = _dist("dist")
+    except BaseException:
+        workers.close(wait=False)
+        raise
     from kvdist.kvstore.hybrid import HybridBackend
 
     return KVStore(HybridBackend(servers, workers))

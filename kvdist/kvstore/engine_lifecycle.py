@@ -63,19 +63,41 @@ class EngineLifecycle:
             CollectiveError: the other ranks were not found in time.
         """
         with self._lock:
-            self._begin(process_sets)
             self._ours = None
+            if basics.is_initialized():
+                return
+            config = cluster_from_env() if has_servers_from_env() else None
+            if config is None:
+                basics.init(None, process_sets)
+                return
+            if config.encrypts:
+                raise ConfigError(
+                    "this job is encrypted, but collective operations (gloo, NCCL) cannot encrypt the traffic between"
+                    " ranks: start it without a secret on a single machine, with --security none in a trusted network,"
+                    " or use 'dist'"
+                )
+            self._cluster = KVStore(DistBackend("dist", SYNC, PROCESS_CLUSTER.join()))
+            try:
+                basics.init(met_through(self._cluster, config), process_sets)
+            except Exception:
+                self.end()
+                raise
 
     def end(self) -> None:
         """Stop being a rank; a second call does nothing."""
         with self._lock:
-            self._end()
+            basics.shutdown()
+            self._ours = None
+            cluster, self._cluster = self._cluster, None
+            if cluster is not None:
+                with contextlib.suppress(KvdistError):  # an error of the ranks has been raised already
+                    cluster.close()
 
     def join(self) -> tuple[CollectiveEngine, int, Callable[[], None]]:
         """The engine for a store, the store's number on it, and what to call when it is closed."""
         with self._lock:
             if not basics.is_initialized():
-                self._begin()
+                self.begin()
                 self._ours = basics.current()
             engine = basics.current()
             number = self._stores.get(engine, 0)
@@ -87,48 +109,17 @@ class EngineLifecycle:
         with self._lock:
             self._open[engine] -= 1
             if self._open[engine] == 0 and self._ours is engine:
-                self._end()
-
-    def _begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
-        if basics.is_initialized():
-            return
-        config = cluster_from_env() if has_servers_from_env() else None
-        if config is None:
-            basics.init(None, process_sets)
-            return
-        self._cluster = KVStore(DistBackend("dist", SYNC, PROCESS_CLUSTER.join()))
-        try:
-            basics.init(met_through(self._cluster, config), process_sets)
-        except Exception:
-            self._end()
-            raise
-
-    def _end(self) -> None:
-        basics.shutdown()
-        self._ours = None
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            with contextlib.suppress(KvdistError):  # what went wrong with the ranks has been said
-                cluster.close()
+                self.end()
 
 
 ENGINE = EngineLifecycle()
 
 
 def met_through(store: KVStore, config: ClusterConfig) -> World:
-    """Who this worker of a job with servers is, and where rank 0 listens now.
-
-    Raises:
-        ConfigError: the job encrypts, which what travels between ranks is not.
-    """
+    """Who this worker of a job with servers is, and where rank 0 listens now."""
     hosts = _hosts(store)
     world = placed(World(store.rank, store.num_workers, launcher="the cluster"), hosts)
     is_one_machine = world.local_size == store.num_workers
-    if config.encrypts:
-        raise ConfigError(
-            "this job is encrypted, but collective operations (gloo, NCCL) cannot encrypt the traffic between ranks:"
-            " start it without a secret on a single machine, with --security none in a trusted network, or use 'dist'"
-        )
     host = LOOPBACK if is_one_machine or is_loopback(config.root_host) else _own_address(config)
     meeting, said = Meeting(), np.zeros(ADDRESS_BYTES, np.uint8)
     if store.rank == 0:

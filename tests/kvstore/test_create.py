@@ -8,6 +8,7 @@ import pytest
 from kvdist import ConfigError, KVStore, kv, quota
 from kvdist.config.settings import WITHOUT_EFFECT
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
+from kvdist.runtime.cluster import PROCESS_CLUSTER
 from tests.cases import each
 
 SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device", "p3", "p3store_dist"]
@@ -66,6 +67,39 @@ def test_a_registered_class_comes_before_advice():
 def test_nccl_says_what_it_is_in_a_process_that_is_alone(caplog):
     assert kv.create("nccl").type == "nccl"
     assert "'nccl') in a process that is alone: the store is what 'device' gives" in caplog.text
+
+
+@each(
+    "name, setting, value",
+    [
+        ("hybrid", "KVDIST_ON_LOSS", "continue"),
+        ("hybrid", "KVDIST_KERNELS", "none such"),
+        ("hybrid", "WORLD_SIZE", "2"),  # half of what says which rank this process is
+        ("dist", "KVDIST_KERNELS", "none such"),
+    ],
+)
+def test_a_store_that_is_refused_leaves_no_cluster_behind(monkeypatch, name, setting, value):
+    pytest.importorskip("torch")
+    monkeypatch.setenv(setting, value)
+    with pytest.raises(ConfigError, match=setting):
+        kv.create(name)
+    assert PROCESS_CLUSTER.present is None
+
+
+@each("name", ["collective", "hybrid"])
+def test_a_job_that_encrypts_has_no_stores_that_sum_among_workers_and_nobody_asks_its_scheduler(
+    monkeypatch, tmp_path, name
+):
+    pytest.importorskip("torch")
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(32)))
+    secret.chmod(0o600)
+    job = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9", "DMLC_NUM_WORKER": "1"}
+    for variable, value in {**job, "DMLC_NUM_SERVER": "1", "KVDIST_SECRET_FILE": str(secret)}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="this job is encrypted, but collective operations"):
+        kv.create(name)
+    assert PROCESS_CLUSTER.present is None
 
 
 @each("name", ["", "dst", "dist_sync_async", "my_dist", "distributed", "local2", " dist"])
