@@ -1,4 +1,4 @@
-"""Stores by name: `create`, and `register` for stores of your own, `register_command` for handlers on servers.
+"""Stores by name: `create`, and `register` for custom stores, `register_command` for handlers on servers.
 
 Public as `kvdist.kv`.
 """
@@ -132,7 +132,7 @@ def _dist(name: str, chosen: TrainingPolicy | None = None) -> DistBackend:
 
 
 def _is_one_of_several() -> bool:
-    """Whether a launcher has started this process as one of several, without servers."""
+    """Whether a launcher has started this process beside others, without servers."""
     return not has_servers_from_env() and world_from_env().size > 1
 
 
@@ -186,5 +186,5 @@ def _hybrid() -> KVStore:
 
 
 def _devices(name: str) -> Devices | None:
-    """The GPUs of a store: none for one whose name says the host."""
+    """The GPUs of a store: none for a name in `HOST_NAMES`."""
     return None if name in HOST_NAMES else Devices(read_setting("KVDIST_GPU"), name in DEVICE_NAMES)

@@ -2,11 +2,12 @@
 
 Invariants:
 
-* All keys of one call are one operation, so there is one round for all of them.
+* All keys of a call are a single operation, and so a single round.
 * With them travels, for each key, how many ranks have a value for it, and how many of those want an average: a result
-  is an average if all ranks that have a value want one. An average divides by the number of all workers.
-* A sum is made where its result goes: in place it costs no pass beside those of the engine and, for an average, one.
-* Arguments are not written, unless the result goes there.
+  is an average if all ranks that have a value want an average, which divides by the number of all workers.
+* Sums are computed in the memory of results: in place they cost no pass beside those of the engine, but for the
+  division of averages.
+* Arguments are not written, unless they are places of results.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ KEYS_NAMED_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class KeySum:
-    """One key of a sum.
+    """A key of a call.
 
     Attributes:
         info: the key, as all ranks declared it.
         dtype: type of its values.
         wire: type in which they travel; `dtype` where they are not compressed.
-        given: arrays of this rank, one per device; none for no gradient.
+        given: arrays of this rank, an array per device; none for no gradient.
         places: arrays that get the sum; empty for the store alone.
     """
 
@@ -59,13 +60,13 @@ class KeySum:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """The sum of one key, on the engine's thread.
+    """The sum of a key, on the engine's thread.
 
     Attributes:
         part: the key.
         tensor: the sum, or the average.
         count: how many ranks had a value; the tensor means nothing for 0.
-        averaging: how many of them wanted an average; it is one if all did.
+        averaging: how many of them wanted an average; the tensor is an average if all did.
     """
 
     part: KeySum
@@ -75,13 +76,13 @@ class Summed:
 
 
 class KeyAllReduce(AllReduce):
-    """One call's keys, summed over the ranks.
+    """The keys of a call, summed over the ranks.
 
     Args:
         parts: the keys, in an order that is the same on all ranks.
         average: whether this rank wants each sum divided by the number of ranks.
-        weight: what this rank's values are multiplied by before.
-        predivide: by what values are divided before the sum, and multiplied after it.
+        weight: factor of this rank's values before the sum.
+        predivide: divisor of values before the sum, and factor of the sum.
         keeps: whether arrays may be read until the operation is done; else they are copied now.
         then: called with the sums, on the engine's thread, before the places are written; it returns the sums that it
             has not written itself.
@@ -118,7 +119,7 @@ class KeyAllReduce(AllReduce):
                 write(place, memory, one.tensor)
 
     def _pair(self, number: int, home: torch.device, weight: float, keeps: bool) -> tuple[Tensor, Tensor]:
-        """What is sent of a key, and where its sum is made; the same tensor where nothing need be copied."""
+        """Return the tensor to send of a key, and the tensor for its sum: the same tensor where no copy is needed."""
         part, targets = self._parts[number], self._targets[number]
         target = targets[0] if targets else None
         if target is not None and _is_in_place(part, target, home) and weight == 1.0:
@@ -153,7 +154,7 @@ def _of_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_of(label: str) -> torch.dtype:
-    """Torch's own of an element type that a key may have."""
+    """The torch dtype of an element type that a key may have."""
     found: torch.dtype = getattr(torch, label)
     return found
 
@@ -183,9 +184,9 @@ def _home(parts: Sequence[KeySum]) -> torch.device:
 
 
 def memory_of(place: Any) -> Tensor | None:
-    """A place's own memory, to be written by any thread; None where it has no order that a tensor could show.
+    """The memory of a place, to be written by any thread; None where it has no order that a tensor could show.
 
-    Autograd learns now, and only now, that it changes: what is written later belongs to this call.
+    Autograd learns now, and only now, that it changes: later writes belong to this call.
     """
     if isinstance(place, Tensor):
         if not place.is_contiguous():
@@ -203,7 +204,7 @@ def memory_of(place: Any) -> Tensor | None:
 
 
 def write(place: Any, memory: Tensor | None, tensor: Tensor) -> None:
-    """Write a result into a place, whose memory is given if it has one that a tensor can show."""
+    """Write a result into a place; `memory` is its memory, None where no tensor can show it."""
     if memory is not None:
         if memory is not tensor and not _is_same(memory, tensor):
             memory.copy_(tensor)
@@ -215,13 +216,13 @@ def write(place: Any, memory: Tensor | None, tensor: Tensor) -> None:
 
 
 def _is_in_place(part: KeySum, target: Tensor, home: torch.device) -> bool:
-    """Whether what one device gives is to become the sum, in memory that can be sent."""
+    """Whether the array of a single device is to become the sum, in memory that can be sent."""
     is_alone = len(part.given) == 1 and part.given[0] is part.places[0]
     return is_alone and part.wire is part.dtype is target.dtype and target.device == home
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape show the same memory in the same order."""
+    """Whether two tensors of the same shape show the same memory in the same order."""
     return one.data_ptr() == other.data_ptr() and one.dtype is other.dtype and one.stride() == other.stride()
 
 
@@ -231,7 +232,7 @@ def _overlaps(target: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def _add_up(given: Sequence[Tensor], weight: float, target: Tensor) -> None:
-    """Write the sum over devices, times a weight, into `target`. One pass for each device, and one for a weight."""
+    """Write the sum over devices, times a weight, into `target`. A pass for each device, and a pass for a weight."""
     if weight != 1.0 and len(given) == 1 and target.dtype is given[0].dtype and target.device == given[0].device:
         torch.mul(given[0], weight, out=target)
         return
@@ -246,7 +247,7 @@ def _add_up(given: Sequence[Tensor], weight: float, target: Tensor) -> None:
 
 
 def _divide(sums: Sequence[Tensor], count: int) -> None:
-    """Make averages of sums, in place: one pass. Integers are cut toward zero, as in Horovod."""
+    """Turn sums into averages, in place: a single pass. Integers are cut toward zero, as in Horovod."""
     floating = [tensor for tensor in sums if tensor.is_floating_point()]
     if floating:
         torch._foreach_mul_(floating, 1 / count)
@@ -256,18 +257,18 @@ def _divide(sums: Sequence[Tensor], count: int) -> None:
 
 
 STATEMENT_BYTES_MAX = 8192
-"""What is longer is cut and not compared."""
+"""Bytes beyond these are not compared."""
 SHOWN_MAX = 300
 """Characters of a statement in an error message."""
 
 
 class Ranks:
-    """Some ranks, as one store talks to them.
+    """The ranks of a store.
 
     Args:
         engine: this process as a rank.
-        number: of the group.
-        store: unlike that of the other stores of this engine, and the same on all ranks.
+        number: number of their group.
+        store: number of the store among those of the engine, the same on all ranks.
     """
 
     def __init__(self, engine: CollectiveEngine, number: int = ALL_RANKS, store: int = 0) -> None:
@@ -280,12 +281,12 @@ class Ranks:
         self._store = store
         self._barrier_lock = threading.Lock()
         self._barrier: Future[Any] | None = None
-        """One that timed out and that the others may still come to."""
+        """A barrier that timed out; the other ranks may still come to it."""
         self._barriers = 0
 
     @property
     def has_lost(self) -> bool:
-        """Whether something could not be done because a rank is gone."""
+        """Whether an operation has failed because a rank is lost."""
         return self._group.loss is not None
 
     def submit(self, operation: Operation) -> Future[Any]:
@@ -294,7 +295,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Within it a caller's mistake is reported to the other ranks, which then do not wait for this one."""
+        """Within it a caller's mistake is reported to the other ranks, which then do not wait for this rank."""
         try:
             yield
         except (TypeError, ValueError, KvdistError) as error:
@@ -303,7 +304,7 @@ class Ranks:
             raise
 
     def agree(self, statement: str, what: Callable[[list[str]], str] | None = None) -> None:
-        """See `KVStore.agree`; what follows `ASIDE` is shown in place of what is compared.
+        """See `KVStore.agree`; the text behind `ASIDE` is shown in place of the text before it, which is compared.
 
         `what` makes the sentence of all statements, which are not cut then; '' for none.
         """
@@ -344,7 +345,7 @@ class Ranks:
             self.submit(Broadcast("", tensors, tensors, self._root, 0)).result()
 
     def barrier(self, timeout: float | None) -> None:
-        """See `KVStore.barrier`. One that timed out is still to be passed: the next call waits for it again."""
+        """See `KVStore.barrier`. The next call after a time-out waits for the same barrier."""
         with self._barrier_lock:
             if self._barrier is None:
                 self._barriers += 1
@@ -365,7 +366,7 @@ class Ranks:
         return f"barrier/{self._number}/{self._store}/{self._barriers}/{rank}"
 
     def _gathered(self, said: bytes) -> list[bytes]:
-        """What each rank said."""
+        """The text of each rank."""
         length = torch.tensor([len(said)], dtype=torch.int64, device="cpu")
         text = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
         lengths, texts = self.submit(AllGather("", [length, text])).result()

@@ -1,9 +1,9 @@
-"""`Backend`: the few primitives over which `KVStore` has all its public methods; each kind of store is one.
+"""`Backend`: the few primitives over which `KVStore` has all its public methods; each kind of store is a backend.
 
 `KVStore` has checked that the store is open before it calls a primitive, and that the backend has the ability for it.
 Invariants:
 
-* What is wrong with a call raises in the call, inside `reporting` where other workers would wait for this one.
+* A mistake of the caller raises in the call, inside `reporting` where other workers would wait for this worker.
 * The error of a push that has no future is put into `errors`; the next call on the store raises it.
 """
 
@@ -91,7 +91,7 @@ UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
         ),
     ),
 }
-"""What is raised for a store that cannot do something: ``the store 'collective' has no tables of rows, ...``."""
+"""The error of a store that cannot do something: ``the store 'collective' has no tables of rows, ...``."""
 
 
 # Pushes and pulls.
@@ -124,7 +124,7 @@ class PushOptions:
 
 
 PLAIN = PushOptions(average=False, samples=0)
-"""The usual ones."""
+"""The usual options."""
 
 
 class Lending(enum.Enum):
@@ -140,11 +140,11 @@ class Lending(enum.Enum):
 
 @dataclass(slots=True)
 class PushPull:
-    """One call of `push`, `pull` or `pushpull`, in any of their forms.
+    """A call of `push`, `pull` or `pushpull`, in any of their forms.
 
     Attributes:
         key: as the caller gave it.
-        value: what is pushed, if `pushes`.
+        value: values to push, if `pushes`.
         out: where results go, if `pulls`; None for new arrays, or in place if it pushes too.
         priority, ignore_sparse: as the caller gave them.
         options: how the push counts.
@@ -177,7 +177,7 @@ class TableTransfers(Protocol):
     """Moves rows of keys that are tables."""
 
     def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
-        """Push rows; None: there is no gradient here."""
+        """Push rows; None for no gradient on this worker."""
 
     def pull(self, info: KeyInfo, ids: Ids, out: Bits, priority: int) -> Future[None]:
         """Pull the rows `ids`, strictly ascending, into `out`: (k · row length,)."""
@@ -203,9 +203,9 @@ class SaveJob:
     """A checkpoint to write; see `KVStore.save_checkpoint`.
 
     Attributes:
-        directory, step, state, keep, names: as there.
-        states_only: whether the directory itself is one.
-        write_own: writes the states of this worker's own optimizer into a folder, for this run and step.
+        directory, step, state, keep, names: as in that method.
+        states_only: whether the directory itself is the checkpoint.
+        write_own: writes the states of this worker's local optimizer into a folder, for this run and step.
     """
 
     directory: str | os.PathLike[str]
@@ -222,9 +222,9 @@ class LoadJob:
     """A checkpoint to read; see `KVStore.load_checkpoint`.
 
     Attributes:
-        directory: where checkpoints lie, or one that has states only.
+        directory: folder of checkpoints, or a checkpoint that has states only.
         step: which; None for the newest.
-        values, states: what is restored. Without `values` the directory is the checkpoint itself.
+        values, states: parts to restore. Without `values` the directory is the checkpoint itself.
         names: key → what it is called now, where a key is but a place.
     """
 
@@ -251,13 +251,13 @@ class Backend(abc.ABC):
         uncompressed: keys that travel as they are.
         errors: of pushes without a future; the next call raises them.
         rows: moves rows of tables; None without `Ability.ROWS`.
-        rollback_watchers: called when all have gone back to a snapshot.
+        rollback_watchers: called when all workers go back to a snapshot.
         watchers: called by `check` when `members` has changed.
         on_loss: what follows when a worker is lost: ``fail``, ``wait`` or ``continue``.
         came_late: whether this process has joined a running job.
         policy: when a trainer exchanges, if not in each step.
         position: where a process that trains alone is in its data, for checkpoints.
-        samples: of how many examples the values are made, for checkpoints, where no server counts them.
+        samples: number of examples behind the values, for checkpoints, where no server counts them.
     """
 
     on_loss = "fail"
@@ -291,7 +291,7 @@ class Backend(abc.ABC):
         self.rollback_watchers: list[Callable[[int], None]] = []
 
     def require_able(self, ability: Ability) -> None:
-        """Raises what `UNABLE` says where the store cannot do something."""
+        """Raise the error of `UNABLE` if the store lacks an ability."""
         if ability not in self.abilities:
             kind, sentence = UNABLE[ability]
             raise kind(f"the store {self.type!r} {sentence}")
@@ -303,7 +303,7 @@ class Backend(abc.ABC):
 
     @property
     def holdings(self) -> str:
-        """What a store's `repr` says of its keys, such as ``6 keys``."""
+        """The keys in the `repr` of a store, such as ``6 keys``."""
         return f"{len(self.keys)} keys"
 
     def require(self, key: Key) -> object:
@@ -320,7 +320,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull arrays; a future of what the call returns. Callers do not read that of `Lending.NOTHING`."""
+        """Push and pull arrays; a future of the result of the call. Callers do not read that of `Lending.NOTHING`."""
 
     @abc.abstractmethod
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
@@ -328,14 +328,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
-        """Wait until every worker is here, and check that all make the same statement."""
+        """Wait until every worker has called it, and check that all make the same statement."""
 
     @abc.abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Take sums for gradients of this optimizer. It follows the same rule as the one before."""
+        """Take sums for gradients of this optimizer. It follows the same rule as the optimizer before."""
 
     def adopt_optimizer(self, saved: Optimizer | None) -> None:
-        """Use the optimizer whose states are about to be loaded, unless there is one."""
+        """Use the optimizer whose states are about to be loaded, unless the store has an optimizer."""
         if self.optimizer is None and saved is not None:
             self.require_able(Ability.OPTIMIZER)
             self.set_optimizer(saved)
@@ -391,11 +391,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        """Give the optimizer these states in place of its own."""
+        """Replace the optimizer's states of keys."""
 
     def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
-        """Of how many examples the values of keys are made, all workers' together, and of how many updates: -1 where
-        each worker has its own; of the key that has most. None where no server counts them."""
+        """Number of examples behind the values of keys, of all workers, and number of updates: -1 where each worker has
+        its own number; of the key that has most. None where no server counts them."""
         return None
 
     @abc.abstractmethod
@@ -407,7 +407,7 @@ class Backend(abc.ABC):
         self.errors.append(error)
 
     def note_failed(self, future: Future[Any]) -> None:
-        """Keep the error of a push that no one waits for, if it has failed. On any thread."""
+        """Keep the error of a push that nobody waits for, if it has failed. On any thread."""
         error = future.exception()
         if error is not None:
             self.note_error(error)
@@ -421,13 +421,13 @@ class Backend(abc.ABC):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the workers that are there, in order."""
+        """The ranks of the present workers, in order."""
         return tuple(range(self.num_workers))
 
     @property
     def leasing_side(self) -> Any:
         """The `DistBackend` whose scheduler leases examples, and has the place in the data in each checkpoint of this
-        store; None where a process that trains alone says its `position`."""
+        store; None where a process that trains alone sets its `position`."""
         return None
 
     def take_part(self) -> int:
@@ -442,17 +442,17 @@ class Backend(abc.ABC):
         """Tell the scheduler how the time of the last steps went."""
 
     def check(self) -> None:  # noqa: B027  # a store within a process can always be called
-        """Raises why no call can be made any more. Called at the beginning of each."""
+        """Raise the reason why calls are impossible, if any. Called at the beginning of each call."""
 
     def check_rollback(self) -> None:  # noqa: B027  # most stores know of none
-        """Raises `RolledBackError` if all have gone back to a snapshot, and the user has not been told."""
+        """Raise `RolledBackError` if all workers went back to a snapshot and the user does not know."""
 
     def wait(self, future: Future[Any], lends: bool = False) -> Any:
-        """The result of a future; `lends` says that arrays of the caller are under way until it is done."""
+        """The result of a future; with `lends`, arrays of the caller are under way until it is done."""
         return future.result()
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a caller's mistake is reported to the other workers, if they would wait for this one."""
+        """Within it a caller's mistake is reported to the other workers, if they would wait for this worker."""
         return contextlib.nullcontext()
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -468,9 +468,9 @@ def resolved(result: Any) -> Future[Any]:
 
 
 def combined(futures: Sequence[Future[Any]], finish: Callable[[], Any] = lambda: None) -> Future[Any]:
-    """One future for several: when all are done it has what `finish` returns, or the first error.
+    """A future for several futures: when all are done it has the result of `finish`, or the first error.
 
-    `finish` is called on the thread that resolves the last one.
+    `finish` is called on the thread that resolves the last future.
     """
     whole: Future[Any] = AwaitedFuture()
     whole.set_running_or_notify_cancel()

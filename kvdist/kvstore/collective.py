@@ -203,7 +203,7 @@ class CollectiveBackend(LocalBackend):
         return [(info, arrays, places) for (info, arrays), (_, places) in zip(pushed, out, strict=True)]
 
     def _pull(self, call: PushPull) -> Future[Any]:
-        """Write values into `out`, or new arrays, once the calls before this one are done."""
+        """Write values into `out`, or new arrays, once all earlier calls are done."""
         for one in values.keys(call.key):
             self.keys[one]  # raises KeyNotInitialised
             if one in self._unkept:
@@ -221,6 +221,8 @@ class CollectiveBackend(LocalBackend):
     def _take(self, sums: list[Summed], numbers: Mapping[str, Any] | None) -> list[Summed]:
         """Change values by sums, and return the sums that are results as they are. Called on the engine's thread."""
         kept = [one for one in sums if one.part.info.key not in self._unkept]
+        if not kept:
+            return sums
         for one in kept:
             if 0 < one.averaging < one.count:
                 raise CollectiveMismatch(
@@ -286,7 +288,7 @@ class CollectiveBackend(LocalBackend):
         return super().load(job)
 
     def close(self, wait: bool, failure: str = "") -> None:  # the engine tells it
-        """Leave the store, once what was begun is done. Raises the error of a lost push."""
+        """Leave the store when all calls are done. Raises the error of a lost push."""
         with contextlib.ExitStack() as stack:
             stack.callback(super().close, wait)
             if wait:
@@ -296,21 +298,21 @@ class CollectiveBackend(LocalBackend):
                 raise self.errors.popleft()
 
     def _wait_for_sums(self) -> None:
-        """Wait until the sums that were begun are done, and raise the first error of one."""
+        """Wait until the sums of all calls are done, and raise the first error of a push."""
         wait_for([self._last])
         if self.errors:
             raise self.errors.popleft()
 
 
 def _declaration(new: Fresh) -> str:
-    """What a worker says of a key: what is compared, then what people read, as names may differ."""
+    """The declaration of a key: a text to compare, then a text for people, as names may differ."""
     one, _, shape, dtype, _ = new
     kind = f"{dtype.label} of shape {shape}"
     return f"{one!r}: {kind}{ASIDE}{name_of(one)}: {kind}"
 
 
 def first_difference(all_said: list[str]) -> str:
-    """The sentence for workers that have declared different keys, one a line; '' where only names differ."""
+    """The sentence for workers that have declared different keys, a line per key; '' where only names differ."""
     lines = itertools.zip_longest(*(said.split("\n") for said in all_said), fillvalue="no further key")
     differing = next((one for one in lines if len({line.partition(ASIDE)[0] for line in one}) > 1), None)
     if differing is None:
@@ -321,7 +323,7 @@ def first_difference(all_said: list[str]) -> str:
 
 
 def after(future: Future[Any], do: Callable[[], Any]) -> Future[Any]:
-    """A future of what `do` returns, called when another one is done: at once if it is, else on the engine's thread.
+    """A future of the result of `do`, which runs when another future is done: now, or later on the engine's thread.
 
     It cannot be cancelled.
     """
@@ -339,5 +341,5 @@ def after(future: Future[Any], do: Callable[[], Any]) -> Future[Any]:
 
 
 def holds_rows(value: Value) -> bool:
-    """Whether a value, or one in a list of them, is rows."""
+    """Whether a value, or a value in a list, is rows."""
     return any(map(holds_rows, value)) if isinstance(value, (list, tuple)) else is_sparse(value)

@@ -1,9 +1,9 @@
-"""How stores without servers come to an engine: the one of this process, begun by the first one that needs it.
+"""How stores without servers get the engine of this process, which the first of them starts.
 
-Three ways of becoming a rank: a launcher has said who this process is (`environment`); the job has servers, and the
-ranks meet through their cluster; or neither, and the process is alone. Rules that hold here:
+Three ways of becoming a rank: by the variables of a launcher (`environment`); in a job with servers, whose cluster the
+ranks meet through; or else as a process that is alone. Rules:
 
-* One engine serves everybody: `kvdist.collective.init`, `kvdist.horovod.init` and all stores.
+* A single engine serves everybody: `kvdist.collective.init`, `kvdist.horovod.init` and all stores.
 * Who began it ends it: the last store that is closed, if a store was the first to need it, else the program, which may
   also take it over by its `begin`.
 * The cluster of a job with servers is not left as long as the engine lives.
@@ -44,23 +44,23 @@ class EngineLifecycle:
         self._lock = threading.RLock()
         """The handler of a signal may end what it has interrupted."""
         self._stores: WeakKeyDictionary[CollectiveEngine, int] = WeakKeyDictionary()
-        """Engine → how many stores have been made on it."""
+        """Engine → how many stores have used it."""
         self._open: WeakKeyDictionary[CollectiveEngine, int] = WeakKeyDictionary()
         """Engine → how many of them are open."""
         self._ours: CollectiveEngine | None = None
-        """One that ends with its last store."""
+        """Engine that ends with its last store."""
         self._cluster: KVStore | None = None
         """Holds the cluster through which the ranks have met."""
 
     def begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
-        """Become a rank for the program, until `end`, or stay one until then; a second call does nothing.
+        """Become a rank for the program, until `end`, or stay a rank until then; a second call does nothing.
 
         Args:
             process_sets: see `kvdist.collective.init`.
 
         Raises:
-            ConfigError: the environment says only half of who this process is, or the job encrypts.
-            CollectiveError: the other ranks were not found in time.
+            ConfigError: the environment has only half of the variables of a rank, or the job encrypts.
+            CollectiveError: the other ranks did not appear in time.
         """
         with self._lock:
             self._ours = None

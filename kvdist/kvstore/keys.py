@@ -1,6 +1,6 @@
 """The keys of a store: what a worker knows of them, and whether what a call gives fits.
 
-A key is an array or a *table* of rows. What can be known to be wrong raises here, before anything is sent.
+A key is an array or a *table* of rows. Mistakes that a worker can know raise in this module, before anything is sent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TABLES = (RowSparse, LazyRows)
 _READABLE = 0x101
 """`ndarray.flags.num` of an array in C order and aligned; asked for each array of each call."""
 _WRITABLE = 0x501
-"""The same of one that may be written."""
+"""The same of an array that may be written."""
 LISTED_KEYS_MIN = 1024
 LISTED_TIMES_MAX = 4
 """Lists of keys are remembered while they have this many keys in all, or this many times those of the table."""
@@ -52,12 +52,12 @@ _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainList:
-    """Different keys of NumPy's own types in some order, as calls name them again and again.
+    """Different keys of NumPy's element types in some order, as calls name them again and again.
 
     Attributes:
         infos: the keys.
         dtypes, shapes: of each, what its array must have.
-        is_flat: whether all arrays have one dimension.
+        is_flat: whether all arrays have a single dimension.
         largest: the bytes of the largest.
     """
 
@@ -74,7 +74,7 @@ class KeyTable:
     Attributes:
         infos: key → shape, dtype and where it lives.
         nbytes: of all keys together.
-        plain: for keys of NumPy's own types what an array must look like: (info, shape, dtype).
+        plain: for keys of NumPy's element types, the form of their arrays: (info, shape, dtype).
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class KeyTable:
         self._lists_lock = threading.RLock()  # a signal handler of the user may call us
         self._kinds: dict[Key, str] = {}
         self._has_warned = False
-        """That rows were given as a result."""
+        """Whether the log has the warning about rows as places of results."""
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -99,7 +99,7 @@ class KeyTable:
         return key in self.infos
 
     def __getitem__(self, key: Key) -> KeyInfo:
-        """What is known of a key.
+        """The `KeyInfo` of a key.
 
         Raises:
             KeyNotInitialised: nothing is.
@@ -111,7 +111,7 @@ class KeyTable:
 
     @property
     def all(self) -> tuple[KeyInfo, ...]:
-        """What is known of every key, in the order of their initialisation."""
+        """The `KeyInfo` of every key, in the order of their initialisation."""
         return tuple(self.infos.values())
 
     def add(self, info: KeyInfo, array: Any) -> None:
@@ -128,7 +128,7 @@ class KeyTable:
         self.nbytes += info.size * dtype.itemsize
 
     def plain_one(self, key: Any, value: Any, writable: bool = False) -> tuple[KeyInfo, Bits] | None:
-        """One key and its NumPy array in order, looked at as little as can be, as a loop over keys asks; else None."""
+        """A single key and its NumPy array in order, with as few checks as possible, for loops over keys; else None."""
         if type(key) is not int and type(key) is not str:
             return None
         expected = self.plain.get(key)
@@ -143,7 +143,7 @@ class KeyTable:
     def plain_list(self, key: Any, value: Any, writable: bool = False) -> tuple[PlainList, list[Bits]] | None:
         """The usual case: a list of different keys, a NumPy array in order for each. Else None.
 
-        With thousands of small keys these checks are much of a step, so each is one pass of C over the list.
+        With thousands of small keys these checks are much of a step, so each is a pass of C over the list.
         """
         if not isinstance(key, list | tuple) or not isinstance(value, list | tuple) or len(key) != len(value):
             return None
@@ -158,7 +158,7 @@ class KeyTable:
         return expected, arrays if expected.is_flat else [array.reshape(-1) for array in arrays]
 
     def _plain_list_of(self, names: tuple[Any, ...]) -> PlainList | None:
-        """What the arrays for these keys must look like; None if they are not all different, known and of one type."""
+        """The form of arrays for these keys; None if they are not all different, known and of the same type."""
         if set(map(type, names)) not in ({int}, {str}):  # True and 1.0 equal 1
             return None
         found = self._lists.get(names)
@@ -215,7 +215,7 @@ class KeyTable:
         return fresh
 
     def matched(self, given: KeyArrays) -> Matched:
-        """What is known of the keys, when every array fits; one of another dtype is replaced in `given` by a copy.
+        """Check that every array fits its key, and replace in `given` an array of another dtype by a copy.
 
         Raises:
             KeyNotInitialised: a key is not known.
@@ -233,10 +233,10 @@ class KeyTable:
         return self.matched([(key, [as_dense(key, array, devices) for array in arrays]) for key, arrays in given])
 
     def writable(self, given: KeyArrays, skips_rows: bool = False) -> Matched:
-        """What is known of the keys, when a result can be written into every array, of whatever dtype.
+        """Check that a result can be written into every array, of any dtype.
 
         Args:
-            given: the keys and their arrays.
+            given: keys and their arrays.
             skips_rows: whether a `RowSparse` or sparse tensor is left out, with a warning, instead of refused.
 
         Raises:
@@ -283,7 +283,7 @@ def described(key: Key, arrays: Sequence[Any]) -> tuple[tuple[int, ...], DType, 
 
 
 def alone(fresh: Fresh) -> KeyInfo:
-    """What is known of a key that lies in this process alone."""
+    """The `KeyInfo` of a key that lies in this process alone."""
     key, _, shape, dtype, form = fresh
     return KeyInfo(key, shape, dtype, (Slice(0, 0, 0, math.prod(shape)),), form=form)
 
@@ -292,7 +292,7 @@ def require_sendable(fresh: Sequence[Fresh]) -> None:
     """Refuse keys and shapes that no message can carry.
 
     Raises:
-        ValueError: one is too long or too large, or no text; the message names it.
+        ValueError: a key is too long or no text, or a shape is too large; the message names the key.
     """
     shapes: set[tuple[int, ...]] = set()
     for key, _, shape, _, _ in fresh:
@@ -332,7 +332,7 @@ Rows: TypeAlias = tuple[Ids, npt.NDArray[Any]]
 _PLAIN = (np.ndarray, RowSparse)
 
 ROW_BYTES_MAX = 8 << 20
-"""A row travels in one message."""
+"""A row travels in a single message."""
 
 
 def is_sparse(value: Any) -> bool:
@@ -346,7 +346,7 @@ def as_table(key: Key, value: Any) -> Any:
     """A sparse tensor as `RowSparse`; everything else as it is.
 
     Raises:
-        TypeError, ValueError: a sparse tensor of another layout, or with more sparse dimensions than one.
+        TypeError, ValueError: a sparse tensor of another layout, or with several sparse dimensions.
     """
     if isinstance(value, _PLAIN) or not is_sparse(value):
         return value
@@ -387,7 +387,7 @@ def require_no_tables(tables: Container[Key], replaced: Sequence[tuple[Key, Any]
 
 
 def as_dense(key: Key, array: Any, devices: Devices) -> Any:
-    """A sparse value as an array, for a key that is one: where it lies, if that is a GPU that is used."""
+    """A sparse value as an array, for a key that is an array: where it lies, if that is a GPU that is used."""
     if not is_sparse(array):
         return array
     if values.gpu_of(array) is not None:
@@ -400,7 +400,7 @@ def as_dense(key: Key, array: Any, devices: Devices) -> Any:
 
 
 def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | None:
-    """The sum over devices of what is pushed to a table, in its element type; None where there is nothing.
+    """The sum over devices of values for a table, in its element type; None without values.
 
     Args:
         info: the table.
@@ -408,7 +408,7 @@ def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | N
         devices: the GPUs that are used.
 
     Raises:
-        TypeError, ValueError: one does not fit the table; the message names the key.
+        TypeError, ValueError: a value does not fit the table; the message names the key.
     """
     if names_gpus([(info, arrays)]):
         from kvdist.kvstore.device import merged_gradient  # a feature at a seam: loaded where it is used
@@ -441,7 +441,7 @@ def wanted(info: KeyInfo, row_ids: Any) -> Ids:
 
     Raises:
         TypeError: they are not integers.
-        ValueError: one is not a row of the table, or lists of them differ in length.
+        ValueError: an id is not a row of the table, or lists of ids differ in length.
     """
     try:
         given = row_ids.detach().cpu().numpy() if values.is_tensor(row_ids) else np.asarray(row_ids)

@@ -1,4 +1,4 @@
-"""The stores ``local`` and ``device``: values shared by the devices of one process. No other process, no thread.
+"""The stores ``local`` and ``device``: values shared by the devices of a process. No other process, no thread.
 
 A call has done everything when it returns, so the futures of the ``*_async`` methods are resolved already. Invariants:
 
@@ -288,7 +288,7 @@ class LocalBackend(Backend):
         return checkpoint
 
     def held(self) -> list[Held]:
-        """Return what is to be saved, in the order of initialisation: arrays, then tables."""
+        """The keys for a checkpoint, in the order of initialisation: arrays, then tables."""
         from kvdist.kvstore.checkpoints import HeldArray
 
         with self.lock:
@@ -346,7 +346,7 @@ class LocalRows:
         self.blocks[info.key] = block
 
     def held(self) -> list[Held]:
-        """Return what is to be saved, in the order of initialisation."""
+        """The tables for a checkpoint, in the order of initialisation."""
         from kvdist.kvstore.checkpoints import HeldTable
 
         return [HeldTable(block, self._backend.keys[key].form) for key, block in self.blocks.items()]

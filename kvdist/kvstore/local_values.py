@@ -1,9 +1,9 @@
-"""What a local store keeps of one key: its value, where it rests, its optimizer's state, how contributions change it.
+"""A key of a local store: its value, the device on which it rests, its optimizer's state, its contributions.
 
 Invariants:
 
-* The stored value is the store's own: what comes in is summed into it, what goes out is copied from it.
-* A key rests where its first contributions come from: on the host, or on one of the GPUs. Its state follows it.
+* The store shares no memory with the caller: contributions are summed into the value, results are copied from it.
+* A key rests where its first contributions come from: on the host, or on a GPU. Its state follows it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DeviceCodec(Protocol):
         """What contributions from the host's memory become on their way."""
 
     def through_on_devices(self, key: Key, parts: Sequence[OnDevice], home: Device) -> list[Array]:
-        """What contributions from GPUs become on their way to the one on which the key rests."""
+        """What contributions from GPUs become on their way to the GPU on which the key rests."""
 
 
 class Updaters:
-    """One updater for the host, and one for each GPU on which a key rests. A state follows its key.
+    """An updater for the host, and an updater for each GPU on which a key rests. A state follows its key.
 
     Args:
         optimizer: the rule and its numbers.
@@ -61,7 +61,7 @@ class Updaters:
             updater.optimizer = optimizer
 
     def of(self, key: Hashable) -> Updater:
-        """What updates a key where it rests; its state is there.
+        """The updater of the device on which a key rests; it has the key's state.
 
         Raises:
             DeviceError: the optimizer cannot run on that GPU.
@@ -110,7 +110,7 @@ def require_runs_on(optimizer: Optimizer, device: Device | None) -> None:
 
 
 def _moved(state: SliceState | None, source: Device | None, target: Device | None) -> SliceState | None:
-    """A state of one GPU for another; None is the host."""
+    """A state of a GPU for another GPU; None is the host."""
     if state is None or source is target:
         return state
     from kvdist.optimizer import offload  # a feature at a seam: loaded where it is used
@@ -120,13 +120,13 @@ def _moved(state: SliceState | None, source: Device | None, target: Device | Non
 
 
 class LocalValue(ABC):
-    """One key.
+    """A key.
 
     Args:
         key, shape, dtype: of it.
         kind: what came, so what comes back; see `values.kind_of`.
         kernels: what does the arithmetic where it rests.
-        bits: the value there.
+        bits: the value, on that device.
     """
 
     def __init__(self, key: Key, shape: Shape, dtype: DType, kind: str, kernels: Kernels, bits: Array) -> None:
@@ -175,7 +175,7 @@ class LocalValue(ABC):
         updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
 
     def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        """The user's function changes the value, given the sum of these."""
+        """The user's function changes the value by the sum of these."""
         # A sum of its own, even of one array: the function may write into what it received.
         received, total, stored = self._for_function()
         self._sum_into(total, arrays, compression)
@@ -188,7 +188,7 @@ class LocalValue(ABC):
 
     @abstractmethod
     def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Array]:
-        """What is contributed, where the value rests."""
+        """The contributions, on the device on which the value rests."""
 
     def _sum_into(self, out: Array, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         parts = self._parts(arrays, compression)

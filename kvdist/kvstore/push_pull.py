@@ -41,7 +41,7 @@ from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, combined, resolved
 from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, Hyperparameters
-from kvdist.kvstore.keys import KeyTable, named
+from kvdist.kvstore.keys import KeyTable, as_dense, named
 from kvdist.kvstore.placement import Devices, OnDevice, Part, as_host_bits, names_gpus, require_one_kind
 from kvdist.kvstore.results import PullArgs, SharedResults, cut, new_results, pull_args, reaches_another
 from kvdist.kvstore.values import Key, Keys, Value
@@ -426,7 +426,7 @@ def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Push
         # Tuples, because they come from a free list, and lists of thousands of new lists make Python look for cycles.
         return PushArgs(expected.infos, list(zip(arrays)), may_be_lent=expected.largest >= ALONE_BYTES_MIN)
     pairs = values.pairs(key, value)
-    matched = keys.contributed(pairs, devices)
+    matched = keys.matched([(one, [as_dense(one, array, devices) for array in arrays]) for one, arrays in pairs])
     infos = [info for info, _ in matched]
     if not names_gpus(matched):
         return PushArgs(infos, [[values.read_bits(array) for array in arrays] for _, arrays in matched])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdist import RowSparse
+from kvdist import KeyNotInitialised, RowSparse, kv
 from kvdist.errors import CheckpointError, InitMismatch
 
 pytest.importorskip("torch")
@@ -123,3 +123,36 @@ def test_keys_whose_init_is_refused_are_not_counted(monkeypatch):
         with pytest.raises(InitMismatch):
             store.init("other", ARRAY)
     assert "1 of 2 keys on servers" in repr(store)
+
+
+def test_results_of_both_sides_come_in_the_order_of_the_call():
+    """Arrays of which rows are expected go to the servers, the others to the worker."""
+    keys = ["w1", "s1", "s2", "w2"]
+    with kv.create("hybrid") as store:
+        store.expect_rows(["s1", "s2"])
+        store.leave_unkept(["summed"])
+        store.init([*keys, "summed"], [np.full(2, number, np.float32) for number in range(5)])
+        assert "2 of 5 keys on servers" in repr(store)
+        assert [value[0] for value in store.pull(keys)] == [0, 1, 2, 3]
+        store.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        store.pushpull(keys, [np.full(2, 10 * number, np.float32) for number in range(4)], out=list(np.zeros((4, 2))))
+        states = store.optimizer_states(keys)
+        momenta = [state.arrays[0][0] for state in states]
+        assert momenta == [-10.0 * number for number in range(4)]
+        store.replace_optimizer_states(keys, states[::-1])
+        assert [state.arrays[0][0] for state in store.optimizer_states(keys)] == momenta[::-1]
+        for wrong in (["summed"], ["w1", "summed"]):
+            with pytest.raises(KeyNotInitialised, match="key 'summed'"):
+                store.optimizer_states(wrong)
+            with pytest.raises(ValueError, match="key 'summed' belongs to a Trainer"):
+                store.pull(wrong)
+
+
+def test_the_parts_of_a_call_that_no_side_can_take_raise_before_the_first_update():
+    with kv.create("hybrid") as store:
+        store.expect_rows(["s"])
+        store.init(["w", "s"], [ARRAY, ARRAY])
+        for value, error in (([ARRAY], "2 keys need as many values, got 1"), (ARRAY, "needs a list of values")):
+            with pytest.raises((ValueError, TypeError), match=error):
+                store.push(["w", "s"], value)
+        assert [one.tolist() for one in store.pull(["w", "s"])] == [ARRAY.tolist()] * 2
