@@ -124,7 +124,7 @@ class KeyAllReduce(AllReduce):
         target = targets[0] if targets else None
         if target is not None and _is_in_place(part, target, home) and weight == 1.0:
             return target, target  # the usual case, told without a look at what is given
-        given = [_of_dtype(as_tensor(array), part.dtype) for array in part.given]
+        given = [as_tensor(array).to(part.dtype) for array in part.given]
         fits = target is not None and target.device == home and part.wire is part.dtype is target.dtype
         if target is None or not fits or _overlaps(target, given[1:]):
             target = torch.empty(part.info.shape, dtype=part.wire, device=home)
@@ -147,10 +147,6 @@ def as_tensor(value: Any) -> Tensor:
     shape, dtype = values.describe(value)
     made: Tensor = values.like("torch", shape, dtype, values.read_bits(value))
     return made
-
-
-def _of_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def dtype_of(label: str) -> torch.dtype:

@@ -30,7 +30,7 @@ from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.allreduce import KeyAllReduce, KeySum, Ranks, Summed, as_tensor, dtype_of, memory_of, write
-from kvdist.kvstore.backend import Ability, Lending, LoadJob, PushPull, SaveJob, resolved
+from kvdist.kvstore.backend import Ability, Lending, PushPull, resolved
 from kvdist.kvstore.keys import Fresh, KeyArrays, alone, is_sparse
 from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.placement import Devices
@@ -39,10 +39,8 @@ from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
 from kvdist.naming import minority_first, name_of
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.compression import Half
-from kvdist.optimizer.states import SliceState
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.checkpoints import Checkpoint, CheckpointFuture
     from kvdist.kvstore.compression import StoreCompression
 
 ROWS_ADVICE = (
@@ -114,7 +112,7 @@ class CollectiveBackend(LocalBackend):
         self._agreed(given)
         with self.reporting():
             places = {info.key: arrays for info, arrays in self.keys.writable(values.pairs(key, out))}
-        self._wait_for_sums()
+        self._quiesce()
         self._broadcast([(one, arrays[0]) for one, arrays in given], places)
 
     def _agreed(self, given: KeyArrays) -> list[tuple[Key, Any]]:
@@ -257,7 +255,7 @@ class CollectiveBackend(LocalBackend):
         self._optimizer = optimizer
 
     def set_updater(self, function: UpdaterFunction) -> None:
-        self._wait_for_sums()
+        self._quiesce()
         with self.lock:
             super().set_updater(function)
         self._optimizer = None
@@ -269,23 +267,7 @@ class CollectiveBackend(LocalBackend):
                 f" {chosen.compression}; 'dist' does the others"
             )
 
-    # Files.
-
-    def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        self._wait_for_sums()
-        return super().states(keys)
-
-    def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        self._wait_for_sums()
-        super().replace_states(keys, states)
-
-    def save(self, job: SaveJob) -> CheckpointFuture:
-        self._wait_for_sums()
-        return super().save(job)
-
-    def load(self, job: LoadJob) -> Checkpoint:
-        self._wait_for_sums()
-        return super().load(job)
+    # The store.
 
     def close(self, wait: bool, failure: str = "") -> None:  # the engine tells it
         """Leave the store when all calls are done. Raises the error of a lost push."""
@@ -297,8 +279,8 @@ class CollectiveBackend(LocalBackend):
             if self.errors:
                 raise self.errors.popleft()
 
-    def _wait_for_sums(self) -> None:
-        """Wait until the sums of all calls are done, and raise the first error of a push."""
+    def _quiesce(self) -> None:
+        """Wait until the values have all calls, and raise the first error of a push."""
         wait_for([self._last])
         if self.errors:
             raise self.errors.popleft()

@@ -120,7 +120,9 @@ def met_through(store: KVStore, config: ClusterConfig) -> World:
     hosts = _hosts(store)
     world = placed(World(store.rank, store.num_workers, launcher="the cluster"), hosts)
     is_one_machine = world.local_size == store.num_workers
-    host = LOOPBACK if is_one_machine or is_loopback(config.root_host) else _own_address(config)
+    host = LOOPBACK
+    if not is_one_machine and not is_loopback(config.root_host):
+        host = config.node_host or local_address_towards(config.root_host, config.root_port)
     meeting, said = Meeting(), np.zeros(ADDRESS_BYTES, np.uint8)
     if store.rank == 0:
         meeting = _listening(host, config)
@@ -140,10 +142,6 @@ def _hosts(store: KVStore) -> list[int]:
     places[store.rank] = int(this_machine(), 16)
     store.pushpull("machines", places)
     return [int(one) for one in places]
-
-
-def _own_address(config: ClusterConfig) -> str:
-    return config.node_host or local_address_towards(config.root_host, config.root_port)
 
 
 def _listening(host: str, config: ClusterConfig) -> Meeting:

@@ -3,7 +3,7 @@
 A key goes to the servers where its first value is rows (`RowSparse`, a sparse tensor, `LazyRows`), or where
 `expect_rows` has named it, as a `Trainer` does for parameters whose gradients are sparse. Invariants:
 
-* One optimizer serves both sides: servers run it on their keys, each worker on its copy of the others. Its numbers are
+* An optimizer serves both sides: servers run it on their keys, each worker on its copy of the others. Its numbers are
   read at each push, on both.
 * The parts of a call travel side by side. All workers agree on which keys go where before the first value moves.
 * Checkpoints lie where a store on servers has them; what workers hold is in a folder ``workers`` beside their steps.

@@ -257,22 +257,29 @@ class LocalBackend(Backend):
 
     # Files.
 
+    def _quiesce(self) -> None:
+        """Wait until the values have all calls: a call within a process is done when it returns."""
+
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        self._quiesce()
         with self.lock:
             updaters, infos = self._with_states(keys)
             states = [updaters.state_of(info.key) for info in infos]
             return [None if state is None else state.copy() for state in states]
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        self._quiesce()
         with self.lock:
             updaters, infos = self._with_states(keys)
             for info, state in zip(infos, states, strict=True):
                 updaters.restore(info.key, None if state is None else state.copy())
 
     def save(self, job: SaveJob) -> CheckpointFuture:
+        self._quiesce()
         return self._files().save(job)
 
     def load(self, job: LoadJob) -> Checkpoint:
+        self._quiesce()
         files = self._files()
         if not job.values:
             self.adopt_optimizer(files.saved_optimizer(job))
