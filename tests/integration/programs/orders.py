@@ -53,7 +53,7 @@ def stores():
                 trainer.exchange()
                 store.barrier()
                 if kind == "dist_async":  # each of two pushes is a step
-                    trainer._exchange.fetch()
+                    trainer._steps.fetch()
                 say(f"{kind} {policy} {here}", named)
 
 
