@@ -38,7 +38,7 @@ def digest(net):
 
 def shows(trainer):
     """Which parameters show the memory of servers."""
-    return [version is not None for version in trainer._shared._versions]
+    return [version is not None for version in trainer._model.shared._versions]
 
 
 def same():
