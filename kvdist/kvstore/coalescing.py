@@ -1,12 +1,12 @@
-"""Calls for one small key at a time, as in ``for k in keys: store.push(k, grad[k])``, joined to calls for many.
+"""Coalescing of calls for single small keys, as in ``for k in keys: store.push(k, grad[k])``, into batches.
 
 Invariants:
 
 * Requests keep their order: a batch takes in a call only while no other request of the store stands behind it in the
-  mailbox, except the pulls that follow its pushes; none of these may be of a key that is pushed.
+  mailbox, except the pulls that follow its pushes; no such pull may be of a key that is pushed.
 * A call is checked, and its value copied, before it returns. The rest is done by the node's thread.
-* Pulls travel together, but each has its own future: a caller that waits for one key does not wait for other rounds.
-* A loop is joined as it was the last time, so that the servers see the same keys together at every step.
+* Pulls travel together, but each has a separate future: a caller that waits for a key does not wait for other rounds.
+* A loop is coalesced as it was the last time, so that the servers see the same keys together at every step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PullFuture(AwaitedFuture[None]):
     """
 
     _is_whole = False
-    """The base class is initialised. On the class, so that each future need not set it."""
+    """Whether the base class is initialised. False on the class, so that each future need not set it."""
     _is_done = False
     _error: BaseException | None = None
 
@@ -65,19 +65,19 @@ class PullFuture(AwaitedFuture[None]):
         return False
 
     def running(self) -> bool:
-        """Whether it is not done."""
+        """Whether the pull is still in progress."""
         return not self._is_done
 
     def done(self) -> bool:
-        """Whether the result is in its array, or never will be."""
+        """Whether the result is in its array, or the pull has failed."""
         return self._is_done
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the result is in its array.
 
         Raises:
-            TimeoutError: it is not there after this time.
-            KvdistError: what the pull failed with.
+            TimeoutError: the result is not in its array after `timeout` seconds.
+            KvdistError: the pull has failed.
         """
         if not self._is_done:
             self._hurry()
@@ -86,28 +86,28 @@ class PullFuture(AwaitedFuture[None]):
             raise self._error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what the pull failed with; None if it did not."""
+        """Wait, and return the error of the pull; None if it succeeded."""
         if self._is_done:
             return self._error
         self._hurry()
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
-        """Have `fn` called when it is done. No thread waits for that, so the pull need not hurry."""
+        """Have `fn` called when the pull is done. No thread waits for it, so the batch is not hurried."""
         self._become_whole()
         super().add_done_callback(fn)
 
     def set_result(self, result: None) -> None:
-        """The result is in its array."""
+        """Complete the future: the result is in its array."""
         fulfil([self])
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """It never will be."""
+        """Complete the future with an error: the pull has failed."""
         assert exception is not None
         fail([self], exception)
 
     def _become_whole(self) -> None:
-        """Have what the base class keeps."""
+        """Initialise the base class: the attributes of a `Future`."""
         with _LOCK:
             if not self._is_whole:
                 # Made elsewhere and put here at once: another thread may use each part as soon as it is there.
@@ -119,7 +119,7 @@ class PullFuture(AwaitedFuture[None]):
                     self._tell()
 
     def _tell(self) -> None:
-        """Let the base class wake who waits, and call who wants to be called."""
+        """Let the base class wake waiting threads and call callbacks."""
         if self._error is None:
             super().set_result(None)
         else:
@@ -127,7 +127,7 @@ class PullFuture(AwaitedFuture[None]):
 
 
 def fulfil(futures: Sequence[PullFuture]) -> None:
-    """The results of these are in their arrays."""
+    """Complete futures whose results are in their arrays."""
     with _LOCK:
         for future in futures:
             future._is_done = True
@@ -137,7 +137,7 @@ def fulfil(futures: Sequence[PullFuture]) -> None:
 
 
 def fail(futures: Sequence[PullFuture], error: BaseException) -> None:
-    """These have failed."""
+    """Complete futures with an error."""
     with _LOCK:
         for future in futures:
             future._error = error
@@ -148,55 +148,56 @@ def fail(futures: Sequence[PullFuture], error: BaseException) -> None:
 
 
 SMALL_BYTES_MAX = 16 << 10
-"""Larger values are worth a request of their own."""
+"""Size of the largest values that are coalesced; a larger value gets a separate request."""
 BATCH_CALLS_MAX = 4096
-"""Calls that one request takes in."""
+"""Number of calls that a batch takes in."""
 QUIET_S = 0.0005
-"""A gathering waits until nothing has been added to it for so long,"""
+"""Time without a new call after which a batch is sent,"""
 PATIENCE_S = 0.03
-"""or so long, if it took in more the last time: a loop whose thread is interrupted should not be cut there."""
+"""or this time, if the batch took in more calls the last time: a loop whose thread is interrupted should not be cut."""
 BATCH_S = 0.05
-"""And no longer than this in all: a loop that takes longer does something else besides, or is a very long one."""
+"""Time after which a batch is sent in any case: a loop that takes longer does other work besides, or is very long."""
 
 Hyperparameters = tuple[float, float, float]
-"""Learning rate, weight decay and rescale of one key."""
+"""Learning rate, weight decay and rescale of a key."""
 LayOut = Callable[
     [list[KeyInfo], Sequence[Sequence[Bits]], "list[EncodedSlices | None]", PushOptions, Sequence[Hyperparameters]],
     tuple[Sequence[Run], Finish],
 ]
-"""Makes the runs of a push, and what follows when it is counted, given per key bits, codes and hyper-parameters."""
+"""Builds the runs of a push from the bits, codes and hyperparameters of each key; returns them with the function to
+call when servers have counted the push."""
 PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[Run]]
-"""Makes the runs of a pull into these arrays."""
+"""Builds the runs of a pull of keys into arrays."""
 Failed = Callable[[BaseException], None]
-"""Gets the error of pushes."""
+"""Receives the error of pushes."""
 Submit = Callable[["_PushBatch | _PullBatch", Callable[[int], Transfer], Growing], None]
-"""Leaves a request for the node's thread that may wait."""
+"""Leaves a request for the node's thread, which may send it later."""
 
 
 class _Batch:
-    """One request that is still to be made.
+    """Calls that will be sent as a single request.
 
     Args:
-        expected: how many calls there were the last time that it began with the same key.
-        lock: of `Coalescer`.
+        expected: number of calls in the last batch that began with the same key.
+        lock: lock of the `Coalescer`.
     """
 
     def __init__(self, expected: int, lock: threading.RLock) -> None:
         self.lock = lock
         self.priority = 0
-        """The highest of its calls: what travels together travels with the most urgent."""
+        """Highest priority of the calls; the whole batch is sent with it."""
         self.infos: dict[Key, KeyInfo] = {}
         self.is_open = True
-        """Under the lock."""
+        """Whether the batch still takes in calls; under the lock."""
         self.error: BaseException | None = None
-        """Why it will not be made; under the lock."""
+        """Error for which the batch will not be sent; under the lock."""
         self._expected = expected
         self._since: float | None = None
         self._seen, self._seen_at = 0, 0.0
-        """How many calls there were when it was looked at, and when that was another number before."""
+        """Number of calls when `due` was last called, and the time at which that number last changed."""
 
     def due(self, now: float) -> float:
-        """When the node's thread should take it, if nothing is added to it any more; see `Growing`."""
+        """Time at which the node's thread should send the batch if no call is added any more; see `Growing`."""
         if not self.is_open:
             return -NEVER
         if self._since is None:
@@ -207,17 +208,17 @@ class _Batch:
         return min(self._seen_at + (PATIENCE_S if count < self._expected else QUIET_S), self._since + BATCH_S)
 
     def end(self, error: BaseException) -> None:
-        """It will not be made. A call that was just added to it sees the error."""
+        """Close the batch, which will not be sent. A call that was just added sees the error."""
         with self.lock:
             self.is_open = False
             self.error = error
 
     def takes(self, key: Key) -> bool:
-        """Whether a call for this key may be added."""
+        """Whether a call for this key may be added to the batch."""
         return self.is_open and key not in self.infos and len(self.infos) < BATCH_CALLS_MAX
 
     def add(self, info: KeyInfo, priority: int) -> None:
-        """Note a call, the caller keeps the rest of it."""
+        """Enter the key and the priority of a call; the subclass's lists are filled by the `Coalescer`."""
         if priority > self.priority or not self.infos:
             self.priority = priority
         self.infos[info.key] = info
@@ -235,7 +236,7 @@ class _PushBatch(_Batch):
     ) -> None:
         super().__init__(expected, lock)
         self.nbytes = 0
-        """Under way with it; under the lock."""
+        """Bytes in flight with this batch; under the lock."""
         self._leave = leave
         self._lay_out = lay_out
         self.options = options
@@ -269,7 +270,7 @@ class _PullBatch(_Batch, AnswerByKey):
         self.results: list[Bits] = []
         self.futures: list[PullFuture] = []
         self.finishes: dict[PullFuture, Finish] = {}
-        """What is to be done before a future is done, where there is anything."""
+        """Future → function to call before it is completed, for pulls that need such a call."""
 
     def make(self, number: int) -> Transfer:
         infos = list(self.infos.values())
@@ -300,14 +301,15 @@ class _PullBatch(_Batch, AnswerByKey):
 
 
 class Coalescer:
-    """The gatherings of one store that still take in calls: at most one of pushes, and one of pulls behind it.
+    """The open batches of a store: at most a batch of pushes, and a batch of pulls behind it.
 
     Args:
-        lay_out, plan_pull: make requests out of what was gathered.
+        lay_out: builds the runs of a batch of pushes.
+        plan_pull: builds the runs of a batch of pulls.
         submit: leaves a request for the node's thread.
-        hurry: tells that thread that a caller waits.
-        failed: gets the error of pushes.
-        leave: told how many bytes are not under way any more.
+        hurry: informs the node's thread that a caller waits.
+        failed: receives the error of pushes.
+        leave: receives the number of bytes that are no longer in flight.
     """
 
     def __init__(
@@ -330,10 +332,10 @@ class Coalescer:
         self._pushes: _PushBatch | None = None
         self._pulls: _PullBatch | None = None
         self._counts: dict[tuple[RunKind, Key], int] = {}
-        """RunKind and first key → how many calls the last gathering that began so had."""
+        """Kind and first key of a batch → number of calls in the last such batch."""
 
     def close(self) -> None:
-        """Another request is about to be left: what is gathered goes before it as it is."""
+        """Close the open batches, so that they are sent before any later request."""
         with self._lock:
             for gathering in (self._pushes, self._pulls):
                 if gathering is not None:
@@ -349,7 +351,7 @@ class Coalescer:
         options: PushOptions,
         encoded: EncodedSlices | None = None,
     ) -> None:
-        """Take in a push, whose bytes are under way; `bits` are copied, unless they were `encoded`."""
+        """Add a push, whose bytes already count as in flight, to a batch; `bits` are copied unless `encoded`."""
         copy, key = [bits.copy() if encoded is None else bits], info.key
         with self._lock:
             into, pulls = self._pushes, self._pulls
@@ -367,7 +369,7 @@ class Coalescer:
             self._leave(padded(bits.nbytes))
 
     def pull(self, info: KeyInfo, result: Bits, finish: Finish | None, priority: int) -> PullFuture:
-        """Take in a pull of a key of one slice into `result`; `finish` brings it to where else it is wanted."""
+        """Add a pull of a single-slice key into `result` to a batch; `finish` copies it to further arrays."""
         future, key = PullFuture(self._hurry), info.key
         with self._lock:
             into = self._pulls
@@ -399,7 +401,7 @@ class Coalescer:
         return begun
 
     def _closing(self, gathering: _PushBatch | _PullBatch, name: tuple[RunKind, Key]) -> Callable[[int], Transfer]:
-        """The request is made when it is sent; from then on it takes in nothing more."""
+        """The function that builds the request when it is sent; from then on the batch takes in no call."""
 
         def make(number: int) -> Transfer:
             with self._lock:

@@ -1,9 +1,9 @@
-"""GPUs of one store: reading values where they lie, summing them there, and the ways to the host and back.
+"""GPUs of a store: sums of values on a GPU, and transfers between GPUs and the host.
 
-*Upload*: the results of a call land side by side in one block of pinned memory, from which each GPU gets them in one
+*Upload*: the results of a call land side by side in a block of pinned memory, from which each GPU gets them in a single
 copy. *Download*: the small pieces of a run are packed on each GPU, summed on one of them, and copied to the run's
-payload. Invariants: only GPUs on which values lie are touched; copies are asked for on the stream that was current
-where the call was made, and not waited for there.
+payload. Invariants: only GPUs on which values lie are touched; copies are enqueued on the stream that was current
+at the user's call, and the calling thread does not wait for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvdist.runtime.node import Finish
 
 
 def uploaded(bits: Bits, device: Device) -> OnDevice:
-    """A copy on a GPU. Waits for it."""
+    """A copy of host values on a GPU. Waits for the copy."""
     copy = device.kernels.empty(bits.size, bits.dtype)
     device.upload(bits, copy)
     device.mark().wait()
@@ -42,13 +42,13 @@ def uploaded(bits: Bits, device: Device) -> OnDevice:
 
 
 def new_value(kind: str, device: Device, shape: Shape, dtype: DType) -> Any:
-    """An array of a kind (`values.kind_of`) on a GPU, whose content means nothing."""
+    """An uninitialized array of a kind (`values.kind_of`) on a GPU."""
     made = values.empty_tensor(kind, shape, dtype)
     return device.kernels.empty(math.prod(shape), dtype.storage).reshape(shape) if made is None else made
 
 
 def islands(parts: Sequence[OnDevice], home: Device) -> list[list[OnDevice]]:
-    """The parts in groups whose GPUs reach each other; what is at home or reaches it stays alone."""
+    """Groups of parts whose GPUs reach each other; a part on `home`, or on a GPU that `home` reaches, stays alone."""
     groups: list[list[OnDevice]] = []
     far: list[list[OnDevice]] = []
     for part in parts:
@@ -66,7 +66,7 @@ def islands(parts: Sequence[OnDevice], home: Device) -> list[list[OnDevice]]:
 
 
 def brought(parts: Sequence[OnDevice], home: Device, dtype: DType) -> list[Array]:
-    """Arrays of `home` whose sum is that of the parts, in their order. Parts that lie there are not copied.
+    """Arrays on `home` whose sum is the sum of the parts, in the order of the parts. Parts on `home` are not copied.
 
     Halves are not summed on the way, because they would be rounded once more.
     """
@@ -78,7 +78,7 @@ def brought(parts: Sequence[OnDevice], home: Device, dtype: DType) -> list[Array
 
 
 def summed(home: Device, parts: Sequence[OnDevice], dtype: DType, out: Array | None = None) -> OnDevice:
-    """The sum of parts on one of their GPUs: one pass over what was brought there. A single part is given as it is."""
+    """The sum of parts on the GPU `home`, in a single pass. A single part is not copied unless `out` is an array."""
     arrays = brought(parts, home, dtype)
     if len(arrays) == 1 and out is None:
         return OnDevice(home, arrays[0])
@@ -88,7 +88,7 @@ def summed(home: Device, parts: Sequence[OnDevice], dtype: DType, out: Array | N
 
 
 def moved(part: OnDevice, home: Device) -> Array:
-    """A part as an array of `home`: itself, if it lies there."""
+    """A part as an array on `home`: the part's array if it lies on `home`, else a copy."""
     if part.device.index == home.index:
         return part.array
     copy = home.kernels.empty(part.size, part.array.dtype)
@@ -97,41 +97,42 @@ def moved(part: OnDevice, home: Device) -> Array:
 
 
 ALIGNMENT_BYTES = 256
-"""Where results begin: as allocators of GPUs align."""
+"""Alignment of results in a pinned block, as that of GPU allocators."""
 LARGE_BYTES = 1 << 18
-"""A result of this many bytes is worth a copy of its own."""
+"""Results of at least this many bytes are copied separately."""
 PINNED_BYTES_MIN = 1 << 14
-"""Pinning takes longer than a copy of fewer bytes does, and a loop over keys would pin a page for each of them."""
+"""Smallest block that is pinned: pinning takes longer than a copy of fewer bytes, and a loop over keys would pin a page
+for each key."""
 KEPT_MAX = 4
-"""PinnedBlocks that are kept for the next calls."""
+"""Number of free pinned blocks that are kept for the next calls."""
 
 
 @dataclass(slots=True, eq=False)
 class PinnedBlock:
-    """Memory of one call's results."""
+    """Host memory for the results of a call."""
 
     memory: Bits
     pin: Any = None
-    """What keeps it pinned."""
+    """Object that keeps the memory pinned; None if it is not pinned."""
     marks: list[DeviceEvent] = field(default_factory=list)
     """Events after which the block may be reused."""
 
     def wait(self) -> None:
-        """Wait until it is not read any more."""
+        """Wait until no GPU reads the block any more."""
         while self.marks:
             self.marks[-1].wait()
             self.marks.pop()
 
 
 class PinnedBlocks:
-    """The blocks of one store. Any thread."""
+    """The pinned blocks of a store. Any thread."""
 
     def __init__(self) -> None:
         self._free: deque[PinnedBlock] = deque()
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: Device) -> PinnedBlock:
-        """A block of this many bytes, pinned for GPUs, which is not read any more."""
+        """A block of at least `nbytes` bytes that no GPU reads, pinned unless it is small."""
         if nbytes < PINNED_BYTES_MIN:
             return PinnedBlock(np.empty(nbytes, np.uint8))
         with self._lock:
@@ -147,7 +148,7 @@ class PinnedBlocks:
         return found
 
     def give_back(self, block: PinnedBlock) -> None:
-        """It may be taken again, once its marks are passed. Of too many the smallest is freed."""
+        """Keep a block for the next call, which waits for its marks. Of more than `KEPT_MAX` the smallest is freed."""
         if block.pin is None and block.memory.size < PINNED_BYTES_MIN:
             block.wait()
             return
@@ -161,7 +162,7 @@ class PinnedBlocks:
             smallest.wait()  # its pages go back to the system, and a GPU may still read them
 
     def close(self) -> None:
-        """Release all of them, when they are not read any more."""
+        """Wait until no GPU reads the blocks any more, and release them."""
         with self._lock:
             free, self._free = self._free, deque()
         for block in free:
@@ -170,7 +171,7 @@ class PinnedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceResult:
-    """A result that an array on a GPU takes."""
+    """A result in a pinned block, and the array on a GPU into which it is copied."""
 
     start: int
     bits: Bits
@@ -178,13 +179,13 @@ class _DeviceResult:
 
     @property
     def is_large(self) -> bool:
-        """Whether it is copied by itself."""
+        """Whether the result is copied separately."""
         return self.bits.nbytes >= LARGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class _Uploaded:
-    """What one GPU has."""
+    """The results that a GPU has got; `packed` is the array of the small results, from which other GPUs may copy."""
 
     device: Device
     starts: list[int]
@@ -194,13 +195,13 @@ class _Uploaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenThere:
-    """A result for an array on a GPU that its own library writes: it is not contiguous, or the GPU is not used here.
+    """A result for an array on a GPU that the array's library writes: `Devices` cannot (not contiguous, for example).
 
     Args:
-        array: takes the result.
-        bits: has it.
-        dtype: its type there.
-        stream: the one that was current where the call was made.
+        array: the array into which the result is written.
+        bits: the result in host memory.
+        dtype: type of the result's elements.
+        stream: the stream that was current at the user's call.
     """
 
     array: Any
@@ -210,22 +211,22 @@ class WrittenThere:
 
     @classmethod
     def of(cls, array: Any, bits: Bits, dtype: DType) -> WrittenThere:
-        """To be called where the user's call is made."""
+        """The write of `bits` to `array` on the current stream; to be built on the thread of the user's call."""
         return cls(array, bits, dtype, values.present_stream(array))
 
     def write(self) -> None:
-        """Copy; waits for the GPU."""
+        """Copy the result to the array; waits for the GPU."""
         with self.stream:
             values.write_bits(self.array, self.bits, self.dtype)
 
 
 class Upload:
-    """The results of one call that are wanted on GPUs.
+    """The results of a call that are wanted on GPUs.
 
     Args:
-        blocks: gives memory.
-        sizes: of the keys whose results land here: elements and type.
-        device: one of the GPUs.
+        blocks: pinned memory of the store.
+        sizes: number of elements and type of each result.
+        device: a GPU among those that take results; it pins the memory.
     """
 
     def __init__(self, blocks: PinnedBlocks, sizes: Sequence[tuple[int, DType]], device: Device) -> None:
@@ -241,12 +242,12 @@ class Upload:
             memory[start : start + count * dtype.itemsize].view(dtype.storage)
             for start, (count, dtype) in zip(starts, sizes, strict=True)
         ]
-        """Where each of them lands."""
+        """Host memory of each result, in the order of `sizes`."""
         self._wanted: dict[int, list[_DeviceResult]] = {}
         self._streams: dict[int, tuple[Device, Any]] = {}
 
     def want(self, index: int, place: OnDevice) -> None:
-        """This array takes the result with this index. To be called where the user's call is made."""
+        """Let the array `place` take the result `index`. To be called on the thread of the user's call."""
         device = place.device
         if device.index not in self._streams:
             self._streams[device.index] = device, device.stream()
@@ -254,7 +255,7 @@ class Upload:
         self._wanted.setdefault(device.index, []).append(wanted)
 
     def start(self) -> None:
-        """The results are there: ask for all copies."""
+        """Enqueue all copies to GPUs; the results have arrived in host memory."""
         done: list[_Uploaded] = []
         for index, wanted in self._wanted.items():
             device, stream = self._streams[index]
@@ -264,7 +265,7 @@ class Upload:
         self._blocks.give_back(self._block)
 
     def _upload_to(self, device: Device, wanted: Sequence[_DeviceResult], done: Sequence[_Uploaded]) -> _Uploaded:
-        """Copy what is wanted on one GPU, from one that has the same and is reached directly, or from the host."""
+        """Copy results to a GPU, from a GPU in reach that already has the same results, else from the host."""
         starts = [one.start for one in wanted]
         nearest = next((one for one in done if one.starts == starts and device.reaches(one.device)), None)
         for position, one in enumerate(wanted):
@@ -278,7 +279,10 @@ class Upload:
         return _Uploaded(device, starts, wanted, self._spread(device, small, nearest) if small else None)
 
     def _spread(self, device: Device, small: Sequence[_DeviceResult], nearest: _Uploaded | None) -> Array:
-        """Bring small results to a GPU in one copy, and to their arrays in one launch. Returns them as they came."""
+        """Bring small results to a GPU in a single copy, and to their arrays in a single launch.
+
+        Returns the packed results on the GPU.
+        """
         start = min(one.start for one in small)
         stop = max(one.start + one.bits.nbytes for one in small)
         packed = device.kernels.empty(stop - start, np.dtype(np.uint8))
@@ -295,13 +299,13 @@ _OCTET = np.dtype(np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One piece of a run whose contributions lie on GPUs."""
+    """A piece of a run, contributions of which lie on GPUs."""
 
     piece: RunSlice
     dtype: DType
     parts: list[OnDevice]
     view: Bits
-    """Where its sum is wanted."""
+    """Part of the run's payload into which the sum is copied."""
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -310,7 +314,7 @@ class _Item:
 
 
 class DeviceTransfers:
-    """The ways of one store's values between GPUs and the host's memory.
+    """Transfers of a store's values between GPUs and host memory.
 
     Args:
         devices: the GPUs that are used.
@@ -320,21 +324,21 @@ class DeviceTransfers:
         self._devices = devices
         self._blocks = PinnedBlocks()
         self._load = Counter[int]()
-        """GPU → bytes that were summed there."""
+        """GPU → bytes that it has summed."""
 
     def close(self) -> None:
-        """Free the memory into which results came; nothing is asked any more."""
+        """Free the pinned memory of results; no call follows."""
         self._blocks.close()
 
     def places(self, matched: Matched) -> tuple[list[Bits], list[tuple[Any, Bits, DType]], Finish]:
-        """Where the results of keys go when some are wanted on GPUs.
+        """Host memory for the results of keys, some of which are wanted on GPUs.
 
         Args:
             matched: the keys, and the arrays that take their results.
 
         Returns:
-            Per key the memory that takes its result; what else of the host's memory wants one; and what brings results
-            to GPUs once they are there.
+            The host memory of each key's result; further host arrays, each with the result that is copied to it; and
+            the function that copies results to GPUs after they have arrived in host memory.
         """
         results: list[Bits | None] = []
         copies: list[tuple[Any, Bits, DType]] = []
@@ -367,7 +371,7 @@ class DeviceTransfers:
     def _upload(
         self, infos: Sequence[KeyInfo], wanted: Sequence[tuple[int, list[OnDevice]]], results: list[Bits | None]
     ) -> Upload:
-        """What brings these keys' results to GPUs; writes into `results` where they land."""
+        """The upload of the results of keys to GPUs; enters the host memory of each result into `results`."""
         sizes = [(infos[index].size, infos[index].dtype) for index, _ in wanted]
         upload = Upload(self._blocks, sizes, wanted[0][1][0].device)
         for number, (index, places) in enumerate(wanted):
@@ -386,15 +390,16 @@ class DeviceTransfers:
         kernels: Kernels,
         marks: list[DeviceEvent],
     ) -> None:
-        """Ask for everything that fills a run's payload.
+        """Sum contributions into a run's payload; copies from GPUs are enqueued.
 
         Args:
-            plan, run: what is sent.
-            payload: of the run; zeros where nothing lies.
-            views: of the run's pieces in it.
-            arrays: per key of the plan its contributions. Those of the host are summed at once.
-            kernels: the host's.
-            marks: takes what has to be waited for before the payload is sent, or used for something else.
+            plan: the plan of the push.
+            run: the run of that plan whose payload is filled.
+            payload: memory of the run, with zeros between the pieces.
+            views: views of the pieces in `payload`.
+            arrays: contributions to each key of the plan. Those in host memory are summed at once.
+            kernels: kernels of the CPU.
+            marks: list to which events are added; they must be waited for before the payload is sent or reused.
         """
         items = []
         for piece, view in zip(run.pieces, views, strict=True):
@@ -436,7 +441,7 @@ class DeviceTransfers:
 
 
 def _total(home: Device, packed: Sequence[OnDevice], items: Sequence[_Item]) -> Array:
-    """The sum of packed arrays: one pass for each stretch of one element type, padding included."""
+    """The sum of packed arrays: a pass for each stretch of pieces of the same element type, padding included."""
     total = home.kernels.empty(packed[0].size, _OCTET)
     for dtype, stretch in groupby(items, key=lambda item: item.dtype):
         pieces = [item.piece for item in stretch]
@@ -449,19 +454,19 @@ def _total(home: Device, packed: Sequence[OnDevice], items: Sequence[_Item]) -> 
 
 
 RowsOnDevice = tuple[OnDevice, OnDevice]
-"""The index of each row, int64, and the rows one after the other."""
+"""The index of each row, int64, and the rows, concatenated."""
 
 
 def merged_gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> tuple[Bits, Bits] | None:
-    """The sum of what is pushed to a table, if all of it are sparse tensors on GPUs; else None. Waits for the GPU.
+    """The sum of gradients of a table, if all are sparse tensors on GPUs; else None. Waits for the GPU.
 
     Args:
         info: the table.
-        arrays: per device what it contributes.
+        arrays: the gradient of each device.
         devices: the GPUs that are used.
 
     Returns:
-        Ids in ascending order, and their rows: (k, row length).
+        Row ids in ascending order, and the rows: (k, row length).
     """
     if not arrays or not all(_fits(info, array) and devices.of(array) is not None for array in arrays):
         return None
@@ -482,7 +487,7 @@ def merged(parts: Sequence[RowsOnDevice], dtype: DType) -> RowsOnDevice:
 
 
 def dense_there(value: Any, devices: Devices) -> Any:
-    """A sparse tensor as an array, on the GPU on which it lies; None where it lies on none that is used.
+    """A sparse tensor made dense on its GPU; None for any other value, and for a tensor on no GPU of `devices`.
 
     Halves of a repeated row are summed in float32.
     """
@@ -503,7 +508,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _fits(info: KeyInfo, value: Any) -> bool:
-    """Whether it is rows of this table. What is not is refused where values of the host are."""
+    """Whether `value` holds sparse rows of this table; the checks of host values refuse any other."""
     if not (values.is_tensor(value) and _is_sparse(value) and value.sparse_dim() == 1):
         return False
     return tuple(value.shape) == info.shape and values.describe(value._values())[1] is info.dtype
@@ -530,13 +535,13 @@ def _joined(home: Device, parts: Sequence[OnDevice]) -> Array:
 
 
 class DeviceValue(LocalValue):
-    """A key that rests on a GPU.
+    """The value of a key on a GPU.
 
     Args:
         key, shape, dtype, kind: as of `LocalValue`.
-        devices: where values lie.
-        device: where it rests.
-        like: a value of the user's on a GPU, whose library makes the one that is kept.
+        devices: the GPUs that are used.
+        device: the GPU that holds the value.
+        like: a value of the user on a GPU; its library allocates the stored value.
     """
 
     def __init__(
@@ -553,7 +558,7 @@ class DeviceValue(LocalValue):
         return self._device
 
     def move(self, device: Device) -> None:
-        """Rest on another GPU from now on. It must not have been updated yet."""
+        """Move the value to another GPU. No update may have been applied to it yet."""
         source, bits = self._device, self._bits
         self._device, self._kernels = device, device.kernels
         self._value = self._made(self.shape, self.dtype)

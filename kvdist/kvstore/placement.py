@@ -1,6 +1,6 @@
-"""Where the values of a store lie: in the host's memory or on GPUs.
+"""Placement of a store's values: in host memory or on GPUs.
 
-Nothing that drives a GPU is loaded before a value lies on one. What is done there is in `kvdist.kvstore.device`.
+No GPU library is loaded before a value lies on a GPU. Sums and transfers are in `kvdist.kvstore.device`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class OnDevice:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return int(self.array.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return int(self.array.nbytes)
 
     def on_host(self) -> Bits:
@@ -53,20 +53,20 @@ class OnDevice:
 
 
 Part = Bits | OnDevice
-"""What one device contributes to a key."""
+"""The contribution of a device to a key."""
 
 
 Matched = Sequence[tuple[KeyInfo, list[Any]]]
-"""The keys of a call, each with the arrays of its devices, which fit it."""
+"""The keys of a call, each with the arrays of its devices, whose shapes and dtypes are checked."""
 
 
 class Devices:
-    """The GPUs of one store.
+    """The GPUs of a store.
 
     Args:
         setting: ``KVDIST_GPU``; by default values of GPUs are brought to the host.
-        insists: whether the store's name asks for sums on GPUs, so that a library for them may not be missing.
-        open_device: gives the GPU of a number, driven as the setting says; None for `kvdist.kernels.gpu.open_gpu`.
+        insists: whether the store's name asks for sums on GPUs, so that a missing GPU library is an error.
+        open_device: opens a GPU from its index and `setting`; None for `kvdist.kernels.gpu.open_gpu`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Devices:
         self._opened: dict[int, Device] = {}
         self._lock = threading.Lock()  # results are brought to GPUs on the thread of the node
         self._is_off: bool | None = None
-        """Whether values are brought to the host; None until one lies on a GPU."""
+        """Whether values are brought to the host; None until a value lies on a GPU."""
         self._pin_with: Callable[[Device], None] | None = None
 
     def pin_with(self, pin: Callable[[Device], None]) -> None:
@@ -86,7 +86,8 @@ class Devices:
         self._pin_with = pin
 
     def of(self, value: Any) -> Device | None:
-        """The GPU on which a value lies; None for the host, and where values are brought there.
+        """The GPU on which a value lies; None for a value on the host, and for all if GPU values are brought to the
+        host.
 
         Raises:
             DeviceError: the GPU cannot be used.
@@ -99,7 +100,7 @@ class Devices:
         return None if self._is_off else self.at(index)
 
     def at(self, index: int) -> Device:
-        """The GPU of a number."""
+        """The GPU with this index, opened at the first call."""
         with self._lock:
             device = self._opened.get(index)
             if device is None:
@@ -112,16 +113,16 @@ class Devices:
             return device
 
     def read(self, value: Any, dtype: DType) -> Part:
-        """What a value holds, where it lies; no copy of what is contiguous."""
+        """The elements of a value, where it lies; a contiguous value is not copied."""
         device = self.of(value)
         if device is None:
             return values.read_bits(value)
         return OnDevice(device, device.view(values.in_order(value), dtype))
 
     def place(self, value: Any, dtype: DType) -> OnDevice | None:
-        """The value's own memory on a GPU, to be written into; None where it has none in order, or of another type.
+        """The value's GPU memory, to be written into; None if it is not contiguous, not on a GPU, or of another type.
 
-        Tell autograd that a tensor changes, as by `values.writable_bits`.
+        Autograd learns that a tensor changes, as in `values.writable_bits`.
         """
         device = self.of(value)
         if device is None or not values.is_in_order(value) or values.describe(value)[1] is not dtype:
@@ -139,15 +140,15 @@ class Devices:
 
 
 def names_gpus(matched: Sequence[tuple[KeyInfo, Sequence[Any]]]) -> bool:
-    """Whether a value lies on a GPU. Where none does, nothing more is asked of them."""
+    """Whether any value lies on a GPU."""
     return any(values.gpu_of(array) is not None for _, arrays in matched for array in arrays)
 
 
 def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
-    """Check that the values of one key lie all on the host or all on GPUs.
+    """Check that the values of a key lie all on the host or all on GPUs.
 
     Raises:
-        DeviceError: some lie here and some there; the message says which.
+        DeviceError: some values lie on the host and some on GPUs; the message lists the devices.
     """
     if len(parts) < 2:
         return
@@ -161,15 +162,15 @@ def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
 
 
 def as_host_bits(parts: Sequence[Part]) -> list[Bits]:
-    """All of them in the host's memory."""
+    """The parts as bits in host memory."""
     return [part.on_host() if isinstance(part, OnDevice) else part for part in parts]
 
 
 def home_of(devices: Sequence[Device], load: Mapping[int, int]) -> Device:
-    """The one with the fewest bytes so far; the first of several.
+    """The GPU with the fewest summed bytes so far; the first of several.
 
     Args:
-        devices: the ones that contribute.
-        load: device index → bytes that are summed there.
+        devices: GPUs of the contributions.
+        load: index of a GPU → bytes that it has summed.
     """
     return min(devices, key=lambda device: load.get(device.index, 0))

@@ -1,12 +1,12 @@
-"""Pushes and pulls of arrays on a cluster: the way of one call from its arguments to its answer.
+"""Pushes and pulls of arrays on a cluster, from the arguments of a call to its answer.
 
-`ArrayTransfers.transfer` takes a call; what happens to it stands below in this order:
+`ArrayTransfers.transfer` takes a call. Its stages follow in the order of this module:
 
-1. *check*: `push_args` (and `results.pull_args`) find that keys, shapes and dtypes fit, and which memory is meant;
-2. *plan*: `Stagings.of` has the plan of this list of keys, which says what travels together to which server;
-3. *lend or copy*: `lend` lets a large slice be sent from where it lies, `Staging.fill` copies the others into buffers;
-4. *request*: `push_runs` adds what travels along, and the request is left for the node's thread;
-5. *finish*: on that thread, once all is counted, results go to their places, and the buffers may be filled again.
+1. *check*: `push_args` (and `results.pull_args`) check keys, shapes and dtypes, and resolve the arrays to memory;
+2. *plan*: `Stagings.of` keeps the plan of a list of keys: which slices travel together to which server;
+3. *lend or copy*: `lend` lets a large slice be sent from the caller's memory, `Staging.fill` copies the others;
+4. *request*: `push_runs` adds hyperparameters and flags, and the request is left for the node's thread;
+5. *finish*: on that thread, once servers have counted the push, results are copied and buffers become free again.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ if TYPE_CHECKING:
     from kvdist.kvstore.device import DeviceTransfers
 
 _NOT_READ: Future[None] = resolved(None)
-"""The future of a push that has none."""
+"""Completed future, returned for a push without an answer for the caller."""
 
 Reads = Callable[[RunPlan], bool]
-"""Whether the receiver of a run reads it where it lies."""
+"""Predicate: the receiver of a run reads its payload in shared memory."""
 
 
 class ArrayTransfers:
-    """Pushes and pulls of one store.
+    """Pushes and pulls of a store.
 
     Args:
         cluster: this process's membership.
         policy: when servers make a version.
-        backend: the store's: has its keys, kernels, GPUs and compression, and takes errors of pushes without a future.
-        check: raises why nothing can be pushed any more.
+        backend: keys, kernels, GPUs and compression of the store; takes errors of pushes without a future.
+        check: raises an error once pushes are refused.
     """
 
     def __init__(
@@ -82,17 +82,18 @@ class ArrayTransfers:
         check: Callable[[], None],
     ) -> None:
         self.optimizer: Optimizer | None = None
-        """Whose numbers travel with each push."""
+        """Optimizer whose hyperparameters travel with each push; None while the store sums."""
         self.must_update = False
-        self.on_loss = "fail"
         """Whether pushes without an optimizer are refused, because workers may be lost without ending the job."""
+        self.on_loss = "fail"
+        """Value of ``KVDIST_ON_LOSS``, for the message of that refusal."""
         self._cluster = cluster
         self._backend = backend
         self._keys = backend.keys
         self._kernels = backend.kernels
         self._devices = backend.devices
         self._gpus: DeviceTransfers | None = None
-        """Made by the first value that lies on one."""
+        """Transfers between GPUs and the host; None until a call first needs them."""
         self._gpus_lock = threading.Lock()
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
@@ -109,30 +110,30 @@ class ArrayTransfers:
         )
 
     def close(self) -> None:
-        """Free the memory into which results came; nothing is asked any more."""
+        """Free the pinned memory of results; no call follows."""
         if self._gpus is not None:
             self._gpus.close()
 
     def flush(self) -> None:
-        """Let what was coalesced leave."""
+        """Let the coalesced calls be sent."""
         self._coalescer.close()
 
     def submit(self, make: Callable[[int], Request], finish: Finish | None) -> Future[Any]:
-        """Leave a request for the node's thread, behind all that was asked before; see `Node.submit`."""
+        """Leave a request for the node's thread, behind all earlier calls; see `Node.submit`."""
         self._coalescer.close()
         return self._node.submit(make, finish)
 
     def ask(self, make: Callable[[int], Request]) -> Any:
-        """The same, and wait for its result."""
+        """Leave a request for the node's thread, behind all earlier calls, and wait for its result."""
         self._coalescer.close()
         return self._cluster.ask(make)
 
     # The calls.
 
     def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull; a future of what the call returns. That of a push without one is not read.
+        """Push and pull; a future of the call's return value, already complete for a push whose answer is not awaited.
 
-        Large results are shown where they lie if `call.shared`, except those of GPUs.
+        With `call.shared`, large results are returned as views of shared memory, except results for GPUs.
         """
         if not call.pushes:
             return self._pull(call)
@@ -145,7 +146,10 @@ class ArrayTransfers:
         return self._push(*self.pushed_and_pulled(call))
 
     def pushed_and_pulled(self, call: PushPull) -> tuple[PushArgs, PushPull, PullArgs]:
-        """What a call pushes and where it wants results, checked; and the call, lending only what no result reaches."""
+        """Checked push arguments, the call, and its checked results.
+
+        The returned call lends nothing if a result would overwrite memory that is pushed.
+        """
         given = push_args(self._keys, call.key, call.value, self._devices)
         places = self._places(call.key, call.value if call.out is None else call.out)
         if call.out is not None and given.may_be_lent and reaches_another(given.bits, places.results):
@@ -153,7 +157,7 @@ class ArrayTransfers:
         return given, call, places
 
     def _push_unread(self, call: PushPull) -> Future[None]:
-        """Push; the caller's arrays are free when this returns, and no one waits for the answer."""
+        """Push; the caller's arrays may be changed when this returns, and no caller waits for the answer."""
         plain = self._keys.plain_one(call.key, call.value)
         if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
             self._push_coalesced(*plain, call)
@@ -197,7 +201,7 @@ class ArrayTransfers:
     # From checked arguments to requests.
 
     def _push(self, given: PushArgs, call: PushPull, places: PullArgs | None = None) -> Future[Any]:
-        """Push, and pull into `places`; in parts where it is encoded first, which should not wait for the rest."""
+        """Push, and pull into `places`. A large push that is compressed is split, so that sending overlaps encoding."""
         label = f"{'push' if places is None else 'pushpull'} of {named(given.infos)}"
         parts = [slice(None)] if self._backend.compression is None or call.shared else parts_of(given.infos)
         if len(parts) == 1:
@@ -218,14 +222,14 @@ class ArrayTransfers:
         places: PullArgs | None,
         spread: Finish | None = None,
     ) -> Future[Any]:
-        """Lay out a push and leave it for the node's thread; its bytes are under way until it is counted.
+        """Lay out a push and leave it for the node's thread; its bytes are in flight until servers have counted it.
 
         Args:
-            given: what is pushed.
-            call: how.
-            label: of the request.
-            places: where results go, if it pulls.
-            spread: called when they are there.
+            given: keys and contributions.
+            call: options of the call.
+            label: name of the request in messages.
+            places: memory of the results; None for a push without a pull.
+            spread: called when the results have arrived.
         """
         if places is None:
             return self.lay_out(RunKind.PUSH, given, call, label, lambda own: own.release)
@@ -234,7 +238,10 @@ class ArrayTransfers:
     def lay_out(
         self, kind: RunKind, given: PushArgs, call: PushPull, label: str, finish_of: Callable[[Payloads], Finish]
     ) -> Future[Any]:
-        """The same; `finish_of` may change the runs, and says what follows when they are counted."""
+        """Lay out a push and leave it for the node's thread.
+
+        `finish_of` may change the runs; it returns the function that is called when servers have counted them.
+        """
         staging = self._staging(given.infos)
 
         def submit() -> Future[Any]:
@@ -256,7 +263,7 @@ class ArrayTransfers:
         return self._cluster.under_way.count(staging.nbytes, self.check, submit)
 
     def _answered(self, own: Payloads, call: PushPull, places: PullArgs, spread: Finish | None) -> Finish:
-        """What follows when results have come; tells the runs of a push where they go."""
+        """The function to call when results have arrived; sets the destinations of the results in the runs."""
         shared = None
         if call.shared and places.is_direct:  # else a result is wanted in the caller's arrays besides
             shared = SharedResults(own.staging.plan, self._shows_results)
@@ -319,7 +326,7 @@ class ArrayTransfers:
         options: PushOptions,
         settings: Sequence[Hyperparameters],
     ) -> tuple[Sequence[Run], Finish]:
-        """The runs of pushes of small keys that travel together, and what follows when they are counted."""
+        """The runs of a batch of small pushes, and the function to call when servers have counted them."""
         staging = self._staging(infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
         own = self._laid_out(staging, PushArgs(infos, bits), gathered(settings), options, lent, encoded)
@@ -334,7 +341,7 @@ class ArrayTransfers:
         lent: list[memoryview | None],
         encoded: Sequence[EncodedSlices | None] | None = None,
     ) -> Payloads:
-        """A push in the memory from which it is sent; `encoded` is what was encoded already."""
+        """A push in the memory from which it is sent; `encoded` has the codes of keys that are encoded already."""
         codes: Sequence[EncodedRun | None] = [None] * len(lent)
         if self._backend.compression is not None:
             codes = self._backend.compression.encoded_runs(staging.plan, given.bits, encoded)
@@ -353,31 +360,31 @@ class ArrayTransfers:
             return self._gpus
 
     def _reads_pushes(self, run: RunPlan) -> bool:
-        """Whether a push of this run is read where it lies."""
+        """Whether the receiver of a push reads this run's payload in shared memory."""
         view = self._node.view
         return view.reads_pushes(run) if self._is_summed else view.shares_memory(run.server)
 
     def _shows_results(self, server: int) -> bool:
-        """Whether this server answers by values that can be read where they lie."""
+        """Whether this server answers with values in shared memory."""
         view = self._node.view
         return view.shows_results(server) if self._is_summed else view.shares_memory(server)
 
 
 def _nothing() -> None:
-    """Results are wanted nowhere."""
+    """Do nothing: a push without a pull has no results to copy."""
 
 
 def _is_coalesced(info: KeyInfo, result: Bits) -> bool:
-    """Whether a pull of this key alone may travel with others: it is small, and one answer brings all of it."""
+    """Whether a pull of this key may be coalesced with others: the value is small, and a single slice."""
     return result.nbytes <= SMALL_BYTES_MAX and len(info.slices) == 1
 
 
 PART_BYTES = 8 << 20
-"""Of values: a millisecond of encoding, and some four messages."""
+"""Bytes of values in a part of a compressed push: a millisecond of encoding, and some four messages."""
 
 
 def parts_of(infos: Sequence[KeyInfo], part_bytes: int = PART_BYTES) -> list[slice]:
-    """Stretches of a list of keys, each but the last with at least this many bytes of values; at least one."""
+    """Stretches of a list of keys, each but the last with at least `part_bytes` of values; never an empty list."""
     parts, begin, nbytes = [], 0, 0
     for i, info in enumerate(infos):
         nbytes += info.size * info.dtype.itemsize
@@ -394,13 +401,13 @@ def parts_of(infos: Sequence[KeyInfo], part_bytes: int = PART_BYTES) -> list[sli
 
 @dataclass(slots=True)
 class PushArgs:
-    """What is pushed.
+    """Keys and contributions of a push.
 
     Attributes:
         infos: the keys.
-        bits: per key the contributions of its devices, where they lie; none where there is no gradient.
-        is_on_gpus: whether some of it lies there.
-        may_be_lent: whether some of it may be large enough to be sent from where it lies.
+        bits: per key the contributions of its devices, where they lie; empty for a key without a gradient.
+        is_on_gpus: whether some contribution lies on a GPU.
+        may_be_lent: whether some contribution may be large enough to be sent from the caller's memory.
     """
 
     infos: Sequence[KeyInfo]
@@ -409,16 +416,16 @@ class PushArgs:
     may_be_lent: bool = True
 
     def part(self, place: slice) -> PushArgs:
-        """Some of the keys."""
+        """The arguments of some of the keys."""
         return replace(self, infos=self.infos[place], bits=self.bits[place])
 
 
 def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> PushArgs:
-    """What a call pushes, checked.
+    """Keys and contributions of a push, checked.
 
     Raises:
         DeviceError: a GPU cannot be used, or some values of a key lie on the host and some on GPUs.
-        KeyNotInitialised, TypeError, ValueError: something is wrong; the message names the key.
+        KeyNotInitialised, TypeError, ValueError: a key or a value is wrong; the message names the key.
     """
     plain = keys.plain_list(key, value)
     if plain is not None:
@@ -437,7 +444,7 @@ def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Push
 
 
 def _is_one_small(given: PushArgs) -> bool:
-    """Whether this is one small array of one key, in the host's memory."""
+    """Whether the push is a single small array of a single key, in host memory."""
     if len(given.infos) != 1 or len(given.bits[0]) != 1 or given.is_on_gpus:
         return False
     return given.bits[0][0].nbytes <= SMALL_BYTES_MAX
@@ -447,16 +454,17 @@ def _is_one_small(given: PushArgs) -> bool:
 
 STAGED_BYTES_MIN = 64 << 20
 STAGED_MODELS_MAX = 4
-"""Buffers are kept for lists of keys used lately: this many times the bytes of all keys, or at least those."""
+"""Bytes of buffers that are kept for the latest lists of keys: `STAGED_MODELS_MAX` times the bytes of all keys, at
+least `STAGED_BYTES_MIN`."""
 
 JOINED_BYTES_MAX = 1 << 10
-"""Arrays without gaps between them that are smaller on average are joined first: to copy bytes twice costs less then
-than to have NumPy copy each array by itself."""
+"""Average size below which arrays of a packed run are joined before the copy: for such arrays a second copy of all
+bytes costs less than a NumPy copy of each array."""
 SETS_KEPT_MAX = 2
-"""One set is being filled while the other one is under way."""
+"""Number of sets of buffers kept for a plan: a set is filled while another is in flight."""
 
 Buffers = list["RunBuffer | None"]
-"""One for each run of a plan that needed one."""
+"""The buffer of each run of a plan; None for a run that has needed no buffer yet."""
 
 Bring = Callable[
     [Plan, RunPlan, memoryview, Sequence[Bits], Sequence[Sequence[Part]], Kernels, list[DeviceEvent]], None
@@ -464,16 +472,16 @@ Bring = Callable[
 """See `DeviceTransfers.bring`."""
 
 PLAN_BYTES = 512
-"""What a plan takes for each of its keys, roughly: where keys are small it is more than their buffers."""
+"""Approximate size of a plan for each of its keys: with small keys a plan is larger than its buffers."""
 
 
 class Stagings:
-    """The buffers of the lists of keys that were used lately.
+    """Plans and buffers of the lists of keys that were used lately.
 
     Args:
         slice_bytes: the size up to which small slices travel together.
-        memory: where the buffers lie.
-        traffic: where passes are counted.
+        memory: allocator of the buffers.
+        traffic: counters of copied bytes.
     """
 
     def __init__(self, slice_bytes: int, memory: Allocator, traffic: Traffic) -> None:
@@ -481,9 +489,9 @@ class Stagings:
         self._slice_bytes = slice_bytes
         self._memory = memory
         self._by_keys: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
-        """The latest last."""
+        """Plan and buffers of each list of keys, the latest last."""
         self._latest: tuple[Sequence[KeyInfo], Staging] | None = None
-        """The same, by the object that `KeyTable` has for a list of keys; it never changes."""
+        """The latest list of keys, as the object that `KeyTable` has for it, which never changes; and its buffers."""
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -515,7 +523,7 @@ class Stagings:
 
 
 class RunBuffer:
-    """The payload of one run, and a typed view of each of its slices."""
+    """The payload of a run, and a typed view of each of its slices."""
 
     def __init__(self, plan: RunPlan, memory: Allocator) -> None:
         bytes_ = memory.allocate(max(plan.nbytes, 1))
@@ -531,9 +539,9 @@ class RunBuffer:
 
 
 class Staging:
-    """The buffers of one plan: as many sets as are under way at once.
+    """The buffers of a plan: as many sets as are in flight at once.
 
-    They are used again and again, because the first touch of fresh memory costs several times a copy.
+    Buffers are reused, because the first touch of fresh memory costs several times a copy.
     """
 
     def __init__(self, plan: Plan, memory: Allocator, traffic: Traffic) -> None:
@@ -541,7 +549,7 @@ class Staging:
         self._traffic = traffic
         self._memory = memory
         self.nbytes = sum(run.nbytes for run in plan.runs)
-        """Bytes of one set of buffers."""
+        """Bytes of a set of buffers."""
         # What a burst of pushes needed more than this is not kept.
         self._free: deque[Buffers] = deque(maxlen=SETS_KEPT_MAX)
 
@@ -552,15 +560,15 @@ class Staging:
         lent: Sequence[memoryview | None],
         bring: Bring | None = None,
     ) -> Payloads:
-        """Have the payload of each run: what is lent, or a copy of the arrays, summed over devices on the way.
+        """The payload of each run: lent memory, or a copy of the arrays, summed over devices on the way.
 
-        One pass over the bytes that are copied.
+        Makes a single pass over the bytes that are copied.
 
         Args:
-            arrays: per key of the plan its contributions, one per device, as bits.
-            kernels: what sums.
-            lent: per run the caller's own memory, or an encoded payload, or None.
-            bring: asks for what lies on GPUs; None where nothing does.
+            arrays: per key of the plan its contributions as bits, an array per device.
+            kernels: kernels for the sums.
+            lent: per run the caller's memory, or an encoded payload, or None for a run that is copied.
+            bring: enqueues copies from GPUs; None if no contribution lies on a GPU.
         """
         devices = set(map(len, arrays))
         if 0 in devices:
@@ -590,7 +598,7 @@ class Staging:
         return filled
 
     def give_back(self, buffers: Buffers) -> None:
-        """These buffers are counted; they may be filled again. Called from the node's thread."""
+        """Keep the buffers of a push that servers have counted for the next push. Called from the node's thread."""
         self._free.append(buffers)
 
     def _copy(
@@ -601,7 +609,7 @@ class Staging:
         kernels: Kernels,
         single: Sequence[Any] | None,
     ) -> None:
-        """Fill one buffer; `single` has the only array of each key, if none has more."""
+        """Fill a buffer; `single` has the only array of each key, if no key has more."""
         if run.whole_keys is not None and single is not None:
             own = [single[index] for index in run.whole_keys]
             if run.is_packed and run.nbytes < JOINED_BYTES_MAX * len(own):
@@ -634,27 +642,27 @@ class Staging:
 
 @dataclass(slots=True)
 class Payloads:
-    """One push: its runs, and the buffers that they occupy until they are counted."""
+    """The runs of a push, and the buffers that they occupy until servers have counted them."""
 
     staging: Staging
     memory: list[memoryview]
     """The payload of each run."""
     buffers: Buffers = field(default_factory=list)
     marks: list[DeviceEvent] = field(default_factory=list)
-    """What GPUs still copy into the payloads."""
+    """Events after which GPUs have copied into the payloads."""
     runs: list[Run] = field(default_factory=list)
 
     def wait_for_gpu(self) -> None:
         """Wait until the payloads are filled. To be called before they are sent, on the node's thread.
 
-        The program goes on meanwhile, and the GPU copies one push while the program asks for the next one's sums.
+        The program goes on meanwhile, and the GPU copies a push while the program enqueues the sums of the next.
         """
         for mark in self.marks:
             mark.wait()
         self.marks.clear()
 
     def release(self) -> None:
-        """It is counted: its buffers may be filled again. Called from the node's thread."""
+        """Give the buffers back, after servers have counted the push. Called from the node's thread."""
         if self.buffers:
             self.staging.give_back(self.buffers)
 
@@ -665,17 +673,17 @@ class Payloads:
 def lend(
     run: RunPlan, arrays: Sequence[Sequence[Part]], lending: Lending, reads: Reads, memory: Allocator
 ) -> memoryview | None:
-    """The caller's own memory as the payload of a run; None where it has to be copied first.
+    """The caller's memory as the payload of a run; None if the run has to be copied.
 
-    Only a large slice of one array can be lent: it travels alone. To a server that shares memory it goes by a copy into
-    that memory, unless it lies there already: one pass instead of the two that a socket makes.
+    Only a large slice of a single array can be lent: it travels alone. For a server that shares memory it is copied
+    into that memory, unless it lies in it already: a single pass instead of the two that a socket makes.
 
     Args:
         run: the run.
         arrays: per key of the plan its contributions as bits.
-        lending: what may be lent.
-        reads: whether its receiver shares memory with this process.
-        memory: what would be shared.
+        lending: which memory may be lent.
+        reads: whether the receiver of a run shares memory with this process.
+        memory: allocator of shared memory.
     """
     if lending is Lending.NOTHING or len(run.pieces) > 1 or run.nbytes < ALONE_BYTES_MIN:
         return None
@@ -692,10 +700,10 @@ def lend(
 # 4. What travels with the payloads.
 
 SERVER_DECIDES: Hyperparameters = (math.nan, math.nan, math.nan)
-"""This worker has no optimizer."""
+"""Hyperparameters of a push by a worker without an optimizer."""
 
 Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
-"""Distinct settings, and for each key of a plan the index of its own; None if all have the first."""
+"""Distinct hyperparameters, and for each key of a plan their index; None instead of indices if all are alike."""
 
 
 def refuse_to_sum(on_loss: str) -> NoReturn:
@@ -707,7 +715,7 @@ def refuse_to_sum(on_loss: str) -> NoReturn:
 
 
 def hyperparameters_of(info: KeyInfo, optimizer: Optimizer | None) -> Hyperparameters:
-    """The setting of one key."""
+    """The hyperparameters of a key."""
     if optimizer is None:
         return SERVER_DECIDES
     numbers = (optimizer.pushed_lr(info.key), optimizer.wd_for(info.key), optimizer.rescale_grad)
@@ -715,14 +723,14 @@ def hyperparameters_of(info: KeyInfo, optimizer: Optimizer | None) -> Hyperparam
 
 
 def gathered(settings: Sequence[Hyperparameters]) -> Settings:
-    """Settings that were taken key by key."""
+    """The hyperparameters of a list of keys as distinct tuples and an index per key."""
     distinct: dict[Hyperparameters, int] = {}
     index = [distinct.setdefault(setting, len(distinct)) for setting in settings]
     return list(distinct), np.array(index) if len(distinct) > 1 else None
 
 
 def plan_hyperparameters(plan: Plan, optimizer: Optimizer | None) -> Settings:
-    """The distinct (learning rate, weight decay, rescale) of a plan's keys; per key an index, None if all alike."""
+    """The distinct hyperparameters of a plan's keys, and an index per key; None if all are alike."""
     if optimizer is None:
         return [SERVER_DECIDES], None
     rescale = optimizer.rescale_grad
@@ -734,7 +742,7 @@ def plan_hyperparameters(plan: Plan, optimizer: Optimizer | None) -> Settings:
 def run_hyperparameters(
     settings: list[Hyperparameters], index: np.ndarray[Any, Any] | None
 ) -> tuple[tuple[Hyperparameters, ...], U8 | None]:
-    """The settings that one run uses, and its slices' indices into them."""
+    """The hyperparameters that a run uses, and the indices of its slices into them."""
     if index is None:
         return (settings[0],), None
     used, positions = np.unique(index, return_inverse=True)
@@ -760,12 +768,12 @@ def push_runs(
     """The runs of a push.
 
     Args:
-        plan: how the keys travel.
+        plan: plan of the keys.
         payloads: per run its bytes.
-        bits: per key its contributions; none for an empty one.
-        settings: the numbers of the optimizer that travel along.
+        bits: per key its contributions; an empty list for an empty contribution.
+        settings: hyperparameters of the optimizer.
         options: how the push counts.
-        codes: per run how it is encoded; None where it is not.
+        codes: per run its encoding; None for a run that is not encoded.
         reads: whether the receiver of a run shares memory with this process.
     """
     distinct, setting_of_key = settings
