@@ -1,4 +1,4 @@
-"""Addresses of this machine and its interfaces, asked of the system."""
+"""Addresses of this machine and its interfaces, as the system lists them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ OWN_ADDRESSES_MAX = 1024
 
 
 def host_name() -> str:
-    """This machine's name, for people."""
+    """Name of this machine, for messages."""
     return socket.gethostname()
 
 
 def boot_id() -> str:
-    """What tells this kernel from those of other machines, and from itself before a restart; '' where unknown."""
+    """Identifier of the running kernel, different on other machines and after a restart; '' if unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return ""
 
 
 def this_machine() -> str:
-    """Twelve hexadecimal digits that processes have in common if they are on one machine, and only then.
+    """Twelve hexadecimal digits that processes have in common if and only if they are on the same machine.
 
-    They stand for the running kernel and the network namespace, because one of its own is how a machine within a
-    machine is made. A name does not tell: cloned machines have the same. It counts in place of what is unknown.
+    They are a digest of the running kernel and the network namespace, since containers that act as machines have
+    separate namespaces. The host name replaces either if it is unknown; alone it would not do, as cloned machines have
+    the same name.
     """
     namespace = ""
     with contextlib.suppress(OSError):
@@ -47,10 +48,10 @@ def this_machine() -> str:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """The address of this machine on the route to `host`: what a server there should announce.
+    """The address of this machine on the route to `host`, which a server on this machine should announce.
 
     Raises:
-        ConfigError: the name does not resolve or there is no route; the message says which.
+        ConfigError: the name does not resolve, or no route exists; the message has the reason.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -83,16 +84,16 @@ def own_addresses() -> list[OwnAddress]:
 
 
 def address_of_interface(text: str, prefers_ipv6: bool = False) -> str:
-    """The address of this machine on an interface, given by name, or in a network such as ``10.0.0.0/8``.
+    """The address of this machine on a named interface, or in a network such as ``10.0.0.0/8``.
 
     A loopback address is returned only for ``lo`` and for a network that has no others.
 
     Args:
-        text: what the user has set.
-        prefers_ipv6: which to take where an interface has addresses of both kinds.
+        text: the user's setting: the name of an interface, or a network.
+        prefers_ipv6: whether an IPv6 address is preferred if an interface has addresses of both kinds.
 
     Raises:
-        ConfigError: there is none; the message lists the addresses of this machine.
+        ConfigError: this machine has no such address; the message lists its addresses.
     """
     own = own_addresses()
     if "/" in text:
@@ -117,11 +118,11 @@ def address_of_interface(text: str, prefers_ipv6: bool = False) -> str:
 def own_addresses_of(host: str, preferred: str | None = None) -> list[str]:
     """All addresses of this machine that a name or an address stands for, to listen at.
 
-    Others may dial any of them: libzmq takes the first IPv6 address that the name has on its machine, whatever comes
-    first here.
+    Other processes may dial any of these addresses: libzmq takes the first IPv6 address that the name has on the
+    machine of the caller, whatever the order on this machine.
 
     Args:
-        host: what others dial.
+        host: the name or address that other processes dial.
         preferred: leaves out addresses of other interfaces than that of this address, if the name stands for it.
 
     Raises:
@@ -155,7 +156,7 @@ def _is_address(host: str) -> bool:
 
 
 def _own_ipv4() -> Iterator[OwnAddress]:
-    """As Linux lists them: a name of 16 bytes, then an address of a length that depends on the machine."""
+    """IPv4 addresses as Linux lists them: a name of 16 bytes, then an address whose length depends on the machine."""
     if not sys.platform.startswith("linux"):
         return
     import fcntl

@@ -45,16 +45,16 @@ def is_loopback(host: str) -> bool:
 
 
 def expand_ranges(text: str, most: int) -> list[str]:
-    """The names of one with ranges in brackets, such as ``gpu[01-08]`` or ``r[1-2]n[1,3,5-7]``.
+    """Host names for a text with ranges in brackets, such as ``gpu[01-08]`` or ``r[1-2]n[1,3,5-7]``.
 
     A range keeps the zeros of its first number.
 
     Args:
-        text: the name; one without ranges stands for itself.
-        most: how many names it may stand for.
+        text: the text; a name without ranges stands for itself.
+        most: largest number of names.
 
     Raises:
-        ValueError: a range is not valid, or there are too many names; the message says what to write.
+        ValueError: a range is not valid, or the names are too many; the message has the remedy.
     """
     parts = re.split(r"\[([^\[\]]*)\]", text)
     choices = [_numbers(part, most) if index % 2 else [part] for index, part in enumerate(parts)]

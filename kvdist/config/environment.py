@@ -1,11 +1,11 @@
-"""Who this process is, whatever started it. Alone reads the environment of the process.
+"""Identity and settings of this process, from its environment, which no other module reads.
 
-A job with servers is described by kvdist's own variables (``DMLC_*`` or ``KVDIST_*``). A job without servers may be
-started by other launchers, each with its own variables. The first one in `LAUNCHERS` that has any variable set
+A job with servers is described by kvdist's variables (``DMLC_*`` or ``KVDIST_*``). A job without servers may be started
+by other launchers, each with variables of a different form. The first launcher in `LAUNCHERS` that has any variable set
 counts, and it must have set all that are needed: half of a description is an error, never a guess.
 
-Some launchers say nothing about machines, or not enough. The local and cross numbers are then assumed, and `placed`
-corrects them once the ranks have met and know each other's hosts.
+Some launchers describe machines not at all, or not completely. The local and cross numbers are then assumed, and
+`placed` corrects them once the ranks have met and know each other's hosts.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def read_setting(variable: str, environ: Variables | None = None) -> Any:
 
 
 INTERNAL = frozenset({"KVDIST_TAKEN_BY", "KVDIST_WATCHDOG", *REPLACED_BY_PATIENCE})
-"""Variables of our name that are no settings: the launcher's own, and those that are refused with a sentence."""
+"""``KVDIST_*`` variables that are no settings: variables of the launcher, and variables that are refused by name."""
 
 
 def unknown_variables(environ: Variables | None = None) -> list[str]:
-    """A sentence for each variable that is called like a setting, but that nothing reads."""
+    """A warning for each ``KVDIST_*`` variable that is no setting."""
     names = [name for name, value in sorted(_variables(environ).items()) if value and name.startswith("KVDIST_")]
     return [
         f"{name} is no setting; {did_you_mean(name, list(SETTINGS), 1) or 'kvdist config lists all'}"
@@ -81,13 +81,13 @@ def limits_from_env(environ: Variables | None = None) -> Limits:
     """The bounds on memory, messages and waits.
 
     Raises:
-        ConfigError: one is not valid, or does not fit another.
+        ConfigError: a bound is not valid, or does not fit another.
     """
     return limits_of(_without_horovod(_variables(environ)))
 
 
 def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
-    """The cluster that the environment describes; None where it describes none at all.
+    """The cluster that the environment describes; None if it describes no cluster.
 
     Raises:
         ConfigError: some but not all of the needed variables are set, a value is not valid, or another launcher
@@ -113,7 +113,7 @@ def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
 
 
 def embedded_cluster_from_env(environ: Variables | None = None) -> ClusterConfig:
-    """A cluster of one worker and one server inside this process, with the limits that the environment sets.
+    """A cluster of a worker and a server inside this process, with the limits that the environment sets.
 
     Raises:
         ConfigError: a value is not valid.
@@ -129,7 +129,7 @@ EMBEDDED = {"bigarray_bound": "KVDIST_BIGARRAY_BOUND", "server_devices": "KVDIST
 
 
 def world_from_env(environ: Variables | None = None) -> World:
-    """Who this process is in a job without servers.
+    """Rank, size and meeting point of this process in a job without servers.
 
     Raises:
         ConfigError: its launcher has set only half of the variables, or the job has servers.
@@ -153,18 +153,18 @@ def describes_cluster(environ: Variables | None = None) -> bool:
 
 
 def is_launched(environ: Variables | None = None) -> bool:
-    """Whether a launcher has set the variables of this process, those of the user's own settings included."""
+    """Whether a launcher started this process and set its variables, including the user's settings."""
     return any(_variables(environ).get(name) for name in ("KVDIST_LOCAL_RANK", "KVDIST_SUPERVISED"))
 
 
 def source_of(variable: str, environ: Variables | None = None) -> str:
-    """The variable that a setting has its value from; '' where it has its default.
+    """Name of the variable from which a setting has its value; '' for the default.
 
     Args:
         variable: our name of the variable.
 
     Raises:
-        ConfigError: a variable of another form that sets it has a value that is not valid.
+        ConfigError: a variable of another form, such as Horovod's, sets it to a value that is not valid.
     """
     return SETTINGS[variable].source(_variables(environ))
 
@@ -175,15 +175,17 @@ def has_servers_from_env(environ: Variables | None = None) -> bool:
 
 
 def profile_dir_from_env(environ: Variables | None = None) -> Path:
-    """The folder of traces whose names have none (``KVDIST_PROFILE_DIR``), else where the process started."""
+    """The folder of traces whose names have no folder (``KVDIST_PROFILE_DIR``), by default the current folder."""
     return Path(read_setting("KVDIST_PROFILE_DIR", environ) or ".").absolute()
 
 
 def checkpoint_root_from_env(environ: Variables | None = None) -> Path:
-    """The folder below which this process writes and reads checkpoints that others name: by default its own.
+    """The folder below which this process writes and reads checkpoints that other processes name.
+
+    By default it is the current folder.
 
     Raises:
-        ConfigError: it is not an absolute path; or it is not set, and the folder of this process was removed.
+        ConfigError: the path is not absolute; or it is not set, and the current folder was removed.
     """
     root = read_setting("KVDIST_CHECKPOINT_ROOT", environ)
     try:
@@ -193,7 +195,7 @@ def checkpoint_root_from_env(environ: Variables | None = None) -> Path:
 
 
 def without_effect(environ: Variables | None = None) -> list[str]:
-    """A sentence for each variable of MXNet that is set and changes nothing here."""
+    """A warning for each variable of MXNet that is set and has no effect in kvdist."""
     env = _variables(environ)
     is_p3 = (env.get("DMLC_PS_VAN_TYPE") or "").lower() == "p3"
     found = [name for name in WITHOUT_EFFECT if env.get(name) and not (is_p3 and name == "DMLC_PS_VAN_TYPE")]
@@ -201,17 +203,17 @@ def without_effect(environ: Variables | None = None) -> list[str]:
 
 
 def horovod_without_effect(environ: Variables | None = None) -> list[str]:
-    """A sentence for each variable of Horovod that is set and changes nothing here."""
+    """A warning for each variable of Horovod that is set and has no effect in kvdist."""
     env = _variables(environ)
     found = [name for name in HOROVOD_WITHOUT_EFFECT if env.get(name, "").lower() not in ("", "0", "gloo")]
     return [f"{name} has no effect: {HOROVOD_WITHOUT_EFFECT[name]}" for name in found]
 
 
 def horovod_log_level(environ: Variables | None = None) -> str | None:
-    """Python's name of the level that ``HOROVOD_LOG_LEVEL`` asks for; None where it is not set.
+    """Python's name of the level in ``HOROVOD_LOG_LEVEL``; None if it is not set.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: the level is unknown.
     """
     text = _variables(environ).get("HOROVOD_LOG_LEVEL")
     if not text:
@@ -224,17 +226,17 @@ def horovod_log_level(environ: Variables | None = None) -> str | None:
 # The place of this process in its job. Children inherit the variables that describe it, and cannot have it too.
 
 TAKEN = "KVDIST_TAKEN_BY"
-"""Set by a process that has taken its place, for its children: its word, its name, and the place."""
+"""Variable that a process which takes its place sets for its children: its `this_process`, its name, and the place."""
 
 
 def require_own_place(place: str) -> None:
-    """Refuse a place that this process has inherited from one that has taken it.
+    """Refuse a place that this process has inherited from a process that has taken it.
 
     Args:
-        place: of this process, as `take_place` is given it.
+        place: place of this process, as for `take_place`.
 
     Raises:
-        ConfigError: this process is a child of the one that has the place.
+        ConfigError: this process is a child of the process that has the place.
     """
     word, _, rest = os.environ.get(TAKEN, "").partition(" ")
     name, _, taken = rest.partition(" ")
@@ -258,17 +260,17 @@ def is_of_multiprocessing() -> bool:
 
 
 def take_place(name: str, place: str) -> None:
-    """Tell children of this process that their place is taken.
+    """Record for children of this process that the place they inherit is taken.
 
     Args:
-        name: what people call this process.
-        place: what no other process has at the same time, by the variables of this one.
+        name: name of this process in messages.
+        place: text from the variables of this process that no other process has at the same time.
     """
     os.environ[TAKEN] = f"{this_process()} {name} {place}"
 
 
 def place_of_rank() -> str:
-    """The place of this process in a job without servers; '' for one that is alone."""
+    """The place of this process in a job without servers; '' in a job of a single process."""
     world = world_of(with_twins(os.environ))  # a child has another parent
     where = world.meeting
     return f"rank {world.rank} of {world.size} at {where.host}:{where.port} in {where.job}" if world.size > 1 else ""
@@ -286,10 +288,10 @@ def _variables(environ: Variables | None) -> Variables:
 
 
 def _with_paths(env: Variables, rows: Iterable[Setting] = SETTINGS.values()) -> Variables:
-    """The same, with the paths in these settings expanded.
+    """The variables, with the paths in these settings expanded.
 
     Raises:
-        ConfigError: one has a ``~`` or a ``$NAME`` that stands for nothing.
+        ConfigError: a path has a ``~`` or a ``$NAME`` that cannot be expanded.
     """
     found = {}
     for text, name in [row.text(env) for row in rows if row.kind in PATHS]:
@@ -302,7 +304,7 @@ def _with_paths(env: Variables, rows: Iterable[Setting] = SETTINGS.values()) -> 
 
 
 def _without_horovod(env: Variables) -> Variables:
-    """Horovod's variables are about jobs without servers."""
+    """The variables without those of Horovod, which are about jobs without servers."""
     return {name: text for name, text in env.items() if not name.startswith("HOROVOD_")}
 
 
@@ -324,18 +326,18 @@ def _refuse_other_launchers(env: Variables) -> None:
 # Jobs without servers.
 
 PORTS = range(20_000, 30_000)
-"""Where rank 0 listens when only the number of a job is known, chosen by that number."""
+"""Ports of rank 0 if only the number of the job is known, which selects the port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of a job find each other.
+    """Meeting point of the ranks of a job.
 
     Attributes:
-        host: where rank 0 listens; '' when all ranks are on one machine and it chooses a port, see `job`.
-        port: at which port; 0 with '' as host.
-        listen_fd: rank 0 has inherited the listening socket under this descriptor.
-        is_served: another process listens there already, for all ranks (torchrun's agent).
+        host: host at which rank 0 listens; '' if all ranks are on one machine and it chooses a port, see `job`.
+        port: port at which rank 0 listens; 0 with '' as host.
+        listen_fd: descriptor of the listening socket that rank 0 has inherited; None without such a socket.
+        is_served: whether another process listens at the address already, for all ranks (torchrun's agent).
         job: a name that no other job on the machine has.
     """
 
@@ -348,14 +350,14 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who this process is.
+    """Position of this process in a job without servers.
 
     Attributes:
-        rank, size: among all processes.
-        local_rank, local_size: among those of its machine.
-        cross_rank, cross_size: among the workers with its local rank, one on each machine.
-        launcher: what started it; '' for a process on its own.
-        meeting: where the others are found.
+        rank, size: rank among all processes, and their number.
+        local_rank, local_size: rank among the processes of its machine, and their number.
+        cross_rank, cross_size: rank among the workers with its local rank, a worker on each machine, and their number.
+        launcher: name of the launcher; '' for a process without a launcher.
+        meeting: meeting point of the ranks.
         is_assumed: whether the launcher left local or cross numbers open; see `placed`.
     """
 
@@ -382,17 +384,17 @@ class World:
 Pair = tuple[int, int]
 """A rank and a size."""
 Places = Callable[[Variables], tuple[Pair | None, Pair | None]]
-"""Reads the local and the cross numbers, each None where the launcher does not set them."""
+"""Function that reads the local and the cross numbers; None for numbers that the launcher does not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What is known of a job when the meeting point is looked for.
+    """Facts about a job from which a launcher's meeting point follows.
 
     Attributes:
         size: the number of ranks.
-        local_size: how many of them are on this machine; None if the launcher does not say.
-        parent: the process that started this one, which the ranks of one machine have in common.
+        local_size: number of ranks on this machine; None if the launcher does not set it.
+        parent: id of the parent process, which the ranks of a machine have in common.
     """
 
     size: int
@@ -402,13 +404,13 @@ class JobFacts:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How one launcher tells a process who it is.
+    """Variables by which a launcher describes a process.
 
     Attributes:
-        name: what people call it.
-        rank, size: the variables for both; one without the other is an error.
-        places: reads the local and the cross numbers.
-        meeting: finds where the ranks meet.
+        name: name of the launcher in messages.
+        rank, size: names of the variables of both; either without the other is an error.
+        places: function that reads the local and the cross numbers.
+        meeting: function that returns the meeting point of the ranks.
         signs: other variables that only this launcher sets; they are an error without rank and size.
     """
 
@@ -421,14 +423,14 @@ class Launcher:
 
 
 def world_of(env: Variables, parent: int = 0) -> World:
-    """Who the process is that has these variables; rank 0 of 1 where no launcher has set any.
+    """Position of a process with these variables; rank 0 of 1 if no launcher has set any.
 
     Args:
-        env: variables; of those with two names, under ours.
-        parent: the process that has started this one.
+        env: variables; a variable with two names is under kvdist's name.
+        parent: id of the parent process.
 
     Raises:
-        ConfigError: a launcher has set only some of what is needed, or a value that is not a number.
+        ConfigError: a launcher has set only some of the needed variables, or a value that is not a number.
     """
     if _integer(env, "KVDIST_NUM_SERVER", 0) != 0:
         raise ConfigError(
@@ -451,11 +453,11 @@ def world_of(env: Variables, parent: int = 0) -> World:
 
 
 def placed(world: World, hosts: Sequence[Hashable]) -> World:
-    """The same rank with the local and cross numbers that follow from where all ranks are.
+    """`world` with the local and cross numbers that follow from the hosts of all ranks.
 
     Args:
-        world: who this process is.
-        hosts: for each rank, what the ranks of its machine have in common and no others; see `this_machine`.
+        world: position of this process.
+        hosts: for each rank an identifier of its machine; see `this_machine`.
     """
     locals_of: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -508,7 +510,7 @@ def _integer(env: Variables, name: str, default: int | None = None) -> int:
 
 
 def _named(local: tuple[str, str], cross: tuple[str, str] | None = None) -> Places:
-    """Reads variables of these names."""
+    """A function that reads the local and the cross numbers from variables of these names."""
     return lambda env: (_pair(env, *local), None if cross is None else _pair(env, *cross))
 
 
@@ -526,14 +528,14 @@ def _pair(env: Variables, rank: str, size: str) -> Pair | None:
 
 
 def _of_agents(env: Variables) -> tuple[Pair | None, Pair | None]:
-    """Torchrun's numbers: the number of a machine's agent is its cross rank if all have equally many processes."""
+    """Torchrun's numbers: the rank of a machine's agent is the cross rank if all machines have as many processes."""
     local, agents = _pair(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), _pair(env, "GROUP_RANK", "GROUP_WORLD_SIZE")
     is_even = local is not None and agents is not None and local[1] * agents[1] == _integer(env, "WORLD_SIZE")
     return local, agents if is_even else None
 
 
 def _of_tasks(env: Variables) -> tuple[Pair | None, Pair | None]:
-    """A task's numbers from Slurm's list of how many tasks each node has."""
+    """A task's numbers from Slurm's list of the number of tasks on each node."""
     if not env.get("SLURM_STEP_NODELIST"):
         raise ConfigError(
             f"Slurm has allotted {env['SLURM_NTASKS']} tasks, but this process is not one of them, as"
@@ -553,7 +555,7 @@ def _of_tasks(env: Variables) -> tuple[Pair | None, Pair | None]:
 
 
 def _is_also_a_task_of_slurm(env: Variables) -> bool:
-    """Whether srun itself speaks PMI: both families have the same rank, and only its own describe machines."""
+    """Whether srun has set the PMI variables too: ranks and sizes agree, but only Slurm's describe machines."""
     same = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
     return not env.get("MPI_LOCALRANKID") and all(env.get(a) and env.get(a) == env.get(b) for a, b in same)
 
@@ -562,7 +564,7 @@ def _is_also_a_task_of_slurm(env: Variables) -> bool:
 
 
 def _at_root(env: Variables, _: JobFacts) -> Meeting:
-    """Jobs of kvdist-launch and kvdist-run."""
+    """Meeting point of jobs of kvdist-launch and kvdist-run."""
     missing = [name for name in ("KVDIST_ROOT_URI", "KVDIST_ROOT_PORT") if not env.get(name)]
     if missing:
         raise ConfigError(
@@ -579,7 +581,7 @@ def _at_root(env: Variables, _: JobFacts) -> Meeting:
 
 
 def _at_master(env: Variables) -> Meeting | None:
-    """Torch's own variables, which people also pass to processes of other launchers."""
+    """Meeting point from torch's variables, which users also set for other launchers; None without them."""
     given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)]
     if not given:
         return None
@@ -654,7 +656,7 @@ def _port(env: Variables, name: str) -> int:
 # Slurm's lists.
 
 ENTRIES_MAX = 65_536
-"""A list is a few characters long and stands for any number of entries; more than these are a mistake."""
+"""Largest number of entries for which a list, a few characters long, may stand; more are a mistake."""
 
 
 def hosts_of(nodes: str) -> list[str]:
@@ -727,4 +729,4 @@ LAUNCHERS = (
     Launcher("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", _named(("MPI_LOCALRANKID", "MPI_LOCALNRANKS")), _of_pmi),
     Launcher("Slurm's srun", "SLURM_PROCID", "SLURM_NTASKS", _of_tasks, _of_slurm),
 )
-"""In the order in which they are asked."""
+"""All launchers, in the order in which their variables are looked up."""

@@ -1,6 +1,6 @@
-"""How a process ends: with which exit code, and how much of us it shows of an uncaught exception.
+"""End of a process: its exit code, and the frames of kvdist in the traceback of an uncaught exception.
 
-By the code a supervisor (the launcher, Slurm, systemd) tells a lost peer from a bug.
+The code lets a supervisor (the launcher, Slurm, systemd) distinguish a lost peer from a bug.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kvdist.config.environment import read_setting
 from kvdist.errors import FencedError, JobOver, KvdistError, PeerLostError
 
 EXIT_PEER_LOST = 75
-"""This process ended because another one was lost: sysexits.h's EX_TEMPFAIL, which says that trying again may help."""
+"""Exit code of a process that ended because a peer was lost: EX_TEMPFAIL of sysexits.h, by which a retry may help."""
 
 EXIT_CONFIG = 2
-"""The environment or the command line is wrong."""
+"""Exit code for an error in the environment or the command line."""
 
 
 FRAMES_OF_OURS_MAX = 3
-"""How many frames of kvdist a traceback shows; of an exception of `kvdist.errors`, whose text says it all, one."""
+"""Number of frames of kvdist in a traceback; only a frame for exceptions of `kvdist.errors`, whose text suffices."""
 INNER_MODULES = ("concurrent", "contextlib", "torch")
-"""Modules whose frames count as ours where kvdist calls them."""
+"""Modules whose frames count as frames of kvdist below a call by kvdist."""
 
 
 LINGER_S = 10.0
-"""How long threads may keep a process from ending before it says so."""
+"""Time for which threads may keep a process from ending before it prints a warning."""
 LINGERS = f"kvdist: the main thread ended {LINGER_S:g} s ago, and the process waits for "
-"""How it says so; the launcher understands that."""
+"""Beginning of that warning, which the launcher recognises."""
 
 
 def shorten_tracebacks() -> _Hook:
-    """From now on let `sys.excepthook` show all frames of the program, and few of ours, and end well by a `JobOver`.
+    """Install a `sys.excepthook` that omits most frames of kvdist, and ends the process with 0 by a `JobOver`.
 
-    All are shown with ``python -X dev`` and in an interactive interpreter, where a debugger may look at them later.
+    All frames are shown with ``python -X dev`` and in an interactive interpreter, whose debugger may need them later.
     Returns the hook.
     """
     hook = sys.excepthook
@@ -49,25 +49,25 @@ def shorten_tracebacks() -> _Hook:
 
 
 def exit_with_peer_lost() -> None:
-    """From now on, as a peer is lost, an uncaught `PeerLostError` ends the process with `EXIT_PEER_LOST`.
+    """Let an uncaught `PeerLostError` end the process with `EXIT_PEER_LOST` from now on, as a peer is lost.
 
-    So does a `FencedError`, as the others have lost this process.
+    So does a `FencedError`, as the other processes have lost this process.
 
-    Where a launcher started this process it is shown in one line, without a traceback: every process has it, and what
-    counts is why the peer was lost. Our hook becomes the outermost one again, because one that was installed over it
-    would not expect that it raises `SystemExit`. An interactive interpreter does not end. Nor does an exception of a
-    thread end a process, as usual in Python.
+    If a launcher started this process, the error is shown in a single line, without a traceback: every process has it,
+    and only the reason of the loss matters. The hook of kvdist becomes the outermost hook again, because a hook
+    installed over it would not expect it to raise `SystemExit`. An interactive interpreter does not end. Nor does an
+    exception of a thread end a process, as usual in Python.
     """
     hook = shorten_tracebacks()
     hook.ends, hook.is_launched = True, read_setting("KVDIST_LOCAL_RANK") is not None
 
 
 class _Hook:
-    """A `sys.excepthook` around the program's own, or another library's, which prints the exception.
+    """A `sys.excepthook` around the hook of Python, the program or another library, which prints the exception.
 
     Attributes:
         ends: whether an uncaught `PeerLostError` or `FencedError` ends the process.
-        is_launched: whether a launcher started this process, with others.
+        is_launched: whether a launcher started this process among others.
     """
 
     def __init__(self, hook: Callable[..., object]) -> None:
@@ -101,7 +101,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _cut(trace: TracebackType | None, frames_max: int) -> None:
-    """Take all but the first frames of kvdist out of a traceback, as the others do not help its reader."""
+    """Remove all but the first `frames_max` frames of kvdist from a traceback, as the rest does not help its reader."""
     is_ours, ours, shown = False, 0, trace
     while trace is not None and shown is not None:
         package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
@@ -115,7 +115,7 @@ def _cut(trace: TracebackType | None, frames_max: int) -> None:
 
 
 def tell_what_lingers() -> None:
-    """The process has left its job: say so if threads keep it from ending, where a launcher waits for that end."""
+    """After the process has left its job, warn if threads keep it from ending while a launcher waits for its end."""
     name = "kvdist-end"
     if read_setting("KVDIST_LOCAL_RANK") is not None and all(one.name != name for one in threading.enumerate()):
         with contextlib.suppress(RuntimeError):  # the interpreter ends, and takes no thread any more
@@ -134,7 +134,7 @@ def _tell_what_lingers() -> None:
 
 
 def _is_ending() -> bool:
-    """Whether the main thread does nothing but wait for the others."""
+    """Whether the main thread has ended, or only waits for other threads at the interpreter's shutdown."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     while frame is not None and frame.f_back is not None:
@@ -144,13 +144,13 @@ def _is_ending() -> bool:
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises: keeps the status by which the interpreter ends, as `atexit` cannot see that.
+    """Exception of `sys.exit` that records the status with which the interpreter ends, as `atexit` cannot see it.
 
-    The program may catch it and look at it. Only where Python itself reads the status at the end no frame is left.
+    The program may catch it and read the status too; but only at the end of the interpreter does no frame call `code`.
     """
 
     last: Any = None
-    """The status."""
+    """Status with which the interpreter ends; None until it has read the status."""
 
     @property
     def code(self) -> Any:
@@ -169,7 +169,7 @@ _STATUS: Any = SystemExit.__dict__["code"]
 
 
 def note_exits() -> None:
-    """Let `end_with` know the status by which `sys.exit` ends the process."""
+    """Replace `sys.exit`, so that `end_with` sees the status with which it ends the process."""
     sys.exit = _exit
 
 
@@ -179,7 +179,7 @@ def _exit(status: Any = None, /) -> NoReturn:
 
 
 class _End:
-    """Ends the process when the interpreter deletes it."""
+    """Object that ends the process when the interpreter deletes it."""
 
     def __init__(self, exit_code: int) -> None:
         self._exit_code = exit_code
@@ -191,9 +191,9 @@ class _End:
 def end_with(exit_code: int) -> None:
     """Replace the exit code of a process that would end with 0; called by a handler of `atexit`.
 
-    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. Python tells
-    nothing of ``raise SystemExit(3)`` and of the builtin ``exit(3)``, whose codes are replaced. All other handlers are
-    called, and files closed: `sys` is what the interpreter clears last.
+    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. The codes of
+    ``raise SystemExit(3)`` and of the builtin ``exit(3)``, which Python does not reveal, are replaced. All other
+    handlers are called, and files closed: the interpreter clears `sys` last.
     """
     if hasattr(sys, "last_value"):  # an uncaught exception
         return

@@ -1,4 +1,4 @@
-"""Paths of files and folders as users write them, in calls, settings and options: all of them pass `expanded`."""
+"""Paths of files and folders as users write them, in calls, settings and options: `expanded` resolves all of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from kvdist.errors import ConfigError
 
 _NAME = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
-"""What `os.path.expandvars` takes for the name of a variable."""
+"""Reference to a variable as `os.path.expandvars` recognises it."""
 
 
 def expanded(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    """The path with ``~``, ``~user`` and ``$NAME`` replaced, as a shell does it; a relative one stays relative.
+    """The path with ``~``, ``~user`` and ``$NAME`` replaced, as by a shell; a relative path stays relative.
 
-    Folders are made on the way, so a path that is taken as it stands would make a folder of that name.
+    Callers create missing folders, so without the replacement a folder named ``~`` would be created.
 
     Raises:
-        ConfigError: one of them stands for nothing here.
+        ConfigError: the variable is not set, or the home directory does not exist.
     """
     given = os.fsdecode(path)
     found = os.path.expandvars(given)

@@ -1,10 +1,11 @@
-"""Processes of one machine: how kvdist starts its own, and whether one that has left its word still runs.
+"""Processes of a machine: how kvdist starts its modules, and whether a process known by its identity still runs.
 
 ``python -m`` and ``python -c`` put the current folder in front of everything, so a ``queue.py`` or a ``token.py`` of
-the user's, whose own script may lie elsewhere, would be taken for that of the standard library. Python has an option
-against that from 3.11 on.
+the user, whose script may lie elsewhere, would shadow that of the standard library. Python has an option against that
+from 3.11 on.
 
-The number of a process says little: it may be another one's by now, or that of another container.
+The id of a process does not identify it: it may be reused, or belong to another container. So an identity has the id,
+the start time and the namespace.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ import os
 from pathlib import Path
 
 LEAVE_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
-"""The first line of a program that ``python -c`` runs, where '' in the path is the current folder."""
+"""First line of a program for ``python -c``: removes the current folder, '', from the path of modules."""
 
 
 def module_words(module: str) -> tuple[str, ...]:
-    """The words after ``python`` that run a module as ``-m`` does, but not with what lies in the current folder.
+    """The words after ``python`` that run a module as ``-m`` does, but without modules of the current folder.
 
-    They are one line, and have nothing that a shell or Kubernetes would replace between single quotes.
+    They are a single line, and have nothing that a shell or Kubernetes would replace between single quotes.
     """
     run = f'import runpy; runpy.run_module("{module}", run_name="__main__", alter_sys=True)'
     return ("-c", f"{LEAVE_FOLDER}; {run}")
 
 
 def this_process() -> str:
-    """The word of this process: its number, when it began, and the namespace that counts it."""
+    """Identity of this process: its id, its start time, and the namespace of the id."""
     return f"{os.getpid()}.{_begin_of(os.getpid())}.{_namespace()}"
 
 
 def may_run(word: str) -> bool:
-    """Whether a process of this machine that has left its word runs, or cannot be seen from here.
+    """Whether a process of this machine, by its `this_process`, runs, or is invisible to this process.
 
     Raises:
-        ValueError: the text is no such word.
+        ValueError: the text is no such identity.
     """
     pid, begin, namespace = word.split(".")
     if namespace != _namespace() or begin == UNKNOWN:
@@ -45,13 +46,13 @@ def may_run(word: str) -> bool:
 
 
 UNKNOWN = "-"
-"""In place of what the system does not tell."""
+"""Stands for a start time or a namespace that the system does not reveal."""
 ENDED = ("Z", "X")
-"""The states of a process that has ended and whose parent has not heard so; the first is in place of its begin."""
+"""States of a process that has ended and that its parent has not reaped; the first replaces its start time."""
 
 
 def _begin_of(pid: int) -> str:
-    """When a process began, which tells it from a later one with its number."""
+    """Start time of a process, which distinguishes it from a later process with the same id."""
     with contextlib.suppress(OSError):
         # After the process name, which may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -60,7 +61,7 @@ def _begin_of(pid: int) -> str:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether a process has this number, also where ``/proc`` does not show those of others (``hidepid``)."""
+    """Whether a process has this id, also if ``/proc`` hides processes of other users (``hidepid``)."""
     try:
         os.kill(pid, 0)
     except PermissionError:

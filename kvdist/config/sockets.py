@@ -1,10 +1,10 @@
-"""Files of one machine: sockets of jobs that stay on it, the secret of a job, and how many files may be open.
+"""Files of a machine: sockets of jobs that stay on it, the secret of a job, and the limit of open files.
 
 Sockets lie in a folder that only their user can enter. The file of a scheduler is named after the network namespace and
 the port, so that only processes with the same loopback address and port find each other. Every other listener adds a
 random part. The folder's path depends on the user alone, not on variables such as TMPDIR that may differ between the
-shells of one job. The folder stays; a listener removes its file, and the next that binds or closes one removes those of
-killed processes.
+shells of a job. The folder stays; a listener removes its file, and the next listener that binds or closes removes the
+files of killed processes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def private_folder() -> str:
 
 
 def local_endpoint(port: int) -> str:
-    """Where the scheduler of a job on this machine listens that has this port of a loopback address."""
+    """Endpoint of the scheduler of a job on this machine whose root has this port of a loopback address."""
     return f"{SCHEME}{private_folder()}/{_network()}-{port}"
 
 
 def scheduler_endpoint(config: ClusterConfig) -> str:
-    """Where the scheduler of a cluster binds and all other processes dial."""
+    """Endpoint at which the scheduler of a cluster binds and which all other processes dial."""
     return local_endpoint(config.root_port) if config.is_local else tcp_endpoint(config.root_host, config.root_port)
 
 
 def further_endpoint(port: int) -> str:
-    """A free place for another listener of the same job."""
+    """A free endpoint for another listener of the same job."""
     return f"{local_endpoint(port)}-{os.urandom(4).hex()}"
 
 
@@ -66,17 +66,17 @@ WITHOUT_MEETING = (
     "or set MASTER_ADDR=127.0.0.1, MASTER_PORT to a free port and KVDIST_SECURITY=none for all ranks, which then use"
     " TCP ports that every user of this machine can reach"
 )
-"""What a job does without the folder."""
+"""Advice for a job that cannot use the folder, for messages."""
 
 
 def require_private_folder(otherwise: str = WITH_SERVERS) -> None:
-    """Make the folder, or check its owner and mode.
+    """Create the private folder, or check its owner and mode.
 
     Args:
-        otherwise: what to do instead, for the sentence.
+        otherwise: alternative to the folder, for the message.
 
     Raises:
-        ConfigError: it cannot be made, or other users could reach its files.
+        ConfigError: the folder cannot be created, or other users could reach its files.
     """
     folder = private_folder()
     try:
@@ -105,16 +105,16 @@ def require_private_folder(otherwise: str = WITH_SERVERS) -> None:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether a process listens at a `local_endpoint`, as far as the system tells."""
+    """Whether the system lists a process that listens at a `local_endpoint`."""
     return endpoint.removeprefix(SCHEME) in (_bound_paths() or ())
 
 
 def listen_at(path: str) -> socket.socket:
-    """A socket that listens at a path, in place of one that a killed process has left there.
+    """A socket that listens at a path; replaces the socket file of a killed process.
 
     Raises:
-        ConfigError: a file of another kind lies there.
-        OSError: another process listens there (EADDRINUSE), or the system refuses.
+        ConfigError: the path is a file of another kind.
+        OSError: another process listens at the path (EADDRINUSE), or the system refuses.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -177,7 +177,7 @@ def _bound_paths() -> frozenset[str] | None:
 
 
 def _network() -> int:
-    """A number of this process's network namespace: its loopback addresses are its own."""
+    """Inode of this process's network namespace, in which loopback addresses are valid; 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/net").st_ino
     except OSError:
@@ -186,7 +186,7 @@ def _network() -> int:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Keep other processes from binding or removing a file there."""
+    """Lock the folder: no other process binds or removes a file in it meanwhile."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -200,11 +200,11 @@ def _locked(folder: str) -> Iterator[None]:
 SECRET_BYTES_MIN = 32
 SECRET_BYTES_MAX = 64 << 10
 OTHERS = 0o007
-"""Permissions of a secret that are refused. A group may read it, as Kubernetes lets one read mounted files."""
+"""Permissions of a secret that are refused. A group may read it, as Kubernetes lets a group read mounted files."""
 
 
 def read_secret(path: str) -> bytes:
-    """Every byte of the file: a line end counts, so copies must be exact.
+    """Content of the file of a secret: a line end counts, so copies must be exact.
 
     Raises:
         ConfigError: the file cannot be read, is open to all users, or is too short or too long.
@@ -238,15 +238,16 @@ def read_secret(path: str) -> bytes:
 # Each connection is an open file, and so is the memory of each process of the same host. Systems give a process 1,024
 # by default and allow many more (`ulimit -Hn`): the soft limit is there to be raised.
 RAISED_MAX = 1 << 20
-"""Not beyond this, even where the hard limit is: some programs close every number up to the limit when they start."""
+"""Highest soft limit that is set, even below the hard limit: some programs close every descriptor up to the limit at
+their start."""
 
 OPEN_FILES_BASE, PER_WORKER, PER_SERVER = 64, 3, 5
-"""Measured: a process has some 20 of its own; a worker opens five for each server, most of them of ZeroMQ's own, and a
-server two for each worker of its host. The rest is for the script, its libraries and checkpoints."""
+"""Open files of a process, measured: some 20 in any case; a worker opens five for each server, most of them by ZeroMQ,
+and a server two for each worker of its host. The rest is for the script, its libraries and checkpoints."""
 
 
 def raise_open_files_limit() -> int:
-    """Raise this process's soft limit to the hard one, for itself and what it starts. Returns what it is now."""
+    """Raise this process's soft limit to the hard limit, for itself and its children. Returns the new soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = RAISED_MAX if hard == resource.RLIM_INFINITY else min(hard, RAISED_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -259,7 +260,7 @@ def raise_open_files_limit() -> int:
 
 
 def open_files_warning(limit: int, num_workers: int, num_servers: int) -> str:
-    """A sentence where `limit` open files are too few for a process of a job of that size, else ''."""
+    """A warning if `limit` open files are too few for a process of a job of that size, else ''."""
     needed = OPEN_FILES_BASE + PER_WORKER * num_workers + PER_SERVER * num_servers
     if limit >= needed:
         return ""

@@ -1,1 +1,1 @@
-"""What is computed on arrays: sums and casts, as functions that a backend may replace."""
+"""Computations on arrays: sums, casts, quantization and updates, as functions that a backend may replace."""

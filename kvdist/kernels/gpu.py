@@ -1,7 +1,7 @@
-"""Which library drives a GPU, and on which GPU a value lies.
+"""Choice of the library that drives a GPU, and the GPU on which a value lies.
 
-The array decides: nothing is imported, and no GPU is touched, before a value lies on one or a setting names one. Then
-CuPy drives it, else numba. What was chosen is logged, with the reason.
+No GPU library is imported, and no GPU is touched, before a value lies on a GPU or a setting names a GPU. Then CuPy
+drives it, else numba. The choice is logged, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOG = logging.getLogger("kvdist")
 
 HOST = "host"
 SETTINGS = ("auto", "cupy", "numba", HOST)
-"""Values of ``KVDIST_GPU``; the last one keeps all arithmetic in the host's memory."""
+"""Values of ``KVDIST_GPU``; ``host`` keeps all arithmetic in the host's memory."""
 
 _ON_GPU = (2, 13)
 """DLPack's codes of CUDA memory, plain and managed."""
@@ -27,7 +27,7 @@ OR_THE_HOST = "or set KVDIST_GPU=host to bring gradients to the host and sum the
 
 
 def gpu_index(value: Any) -> int | None:
-    """The number of the GPU on which a value lies; None for the host's memory, or for a value that is not an array."""
+    """Index of the GPU on which a value lies; None for host memory, or for a value that is not an array."""
     if getattr(value, "__cuda_array_interface__", None) is None and not _is_cuda_tensor(value):
         return None
     where = getattr(value, "__dlpack_device__", None)
@@ -40,7 +40,7 @@ def gpu_index(value: Any) -> int | None:
 
 
 def _is_cuda_tensor(value: Any) -> bool:
-    """Whether it is a tensor of torch on a GPU: one that requires grad, or of bfloat16, has no other interface."""
+    """Whether a value is a torch tensor on a GPU: with grad or bfloat16 it lacks ``__cuda_array_interface__``."""
     return bool(getattr(value, "is_cuda", False))
 
 
@@ -57,7 +57,7 @@ def _numba(index: int) -> Device:
 
 
 LIBRARIES: Mapping[str, Callable[[int], Device]] = {"cupy": _cupy, "numba": _numba}
-"""In the order in which they are tried."""
+"""Name of a library → function that opens a GPU with it, in the order of the attempts."""
 
 
 def open_gpu(
@@ -66,16 +66,16 @@ def open_gpu(
     libraries: Mapping[str, Callable[[int], Device]] = LIBRARIES,
     otherwise: str = OR_THE_HOST,
 ) -> Device:
-    """The GPU of a number.
+    """Open a GPU.
 
     Args:
-        index: its number among the visible ones.
-        setting: one of `SETTINGS` but for ``host``.
-        libraries: what may drive it.
-        otherwise: what else can be done where nothing can, for the message.
+        index: index among the visible GPUs.
+        setting: a value of `SETTINGS` other than ``host``.
+        libraries: libraries that may drive the GPU.
+        otherwise: advice for the message, if no library can.
 
     Raises:
-        DeviceError: there is no such GPU, no driver, or no library; the message says what to do.
+        DeviceError: the GPU does not exist, or its driver or a library is missing; the message has the remedy.
     """
     missing = []
     for name in libraries if setting == "auto" else [setting]:
@@ -94,7 +94,7 @@ def open_gpu(
 
 
 def has_library(setting: str) -> bool:
-    """Whether a library that may drive GPUs is installed; it is not imported to find out."""
+    """Whether a library that may drive GPUs is installed; the check does not import it."""
     modules = {"cupy": "cupy", "numba": "numba_cuda"}
     wanted = [modules[setting]] if setting in modules else modules.values()
     return setting != HOST and any(importlib.util.find_spec(module) is not None for module in wanted)

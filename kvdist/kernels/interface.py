@@ -1,9 +1,9 @@
-"""What is computed on arrays, as a table of functions: the seam that every backend fills.
+"""Computations on arrays, as a table of functions that every backend fills.
 
-Rules that hold at this seam: arrays are one-dimensional, C-contiguous and of `DType.storage` (bfloat16 travels as the
-bits in uint16) or, where a function says so, of `DType.accumulate`. A kernel never keeps a reference to an array. A
-kernel checks its arguments before it writes. There is no inheritance: a backend is the reference with some fields
-replaced (`dataclasses.replace`) by functions that were measured to be faster and that give the same bits.
+Invariants: arrays are one-dimensional, C-contiguous and of `DType.storage` (bfloat16 as its bits in uint16) or, where a
+function documents it, of `DType.accumulate`. A kernel never keeps a reference to an array. A kernel checks its
+arguments before it writes. Backends do not inherit: a backend is the reference with some fields replaced
+(`dataclasses.replace`) by functions that were measured to be faster and that produce the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvdist.dtypes import DType
 Array = NDArray[Any]
 
 CHUNK_ELEMENTS = 64 * 1024
-"""How many elements an element-wise rule of several passes takes at a time.
+"""Number of elements that an element-wise rule of several passes takes at a time.
 
 A chunk costs some five microseconds of calls, and its arrays (256 KiB each in float32) should stay in the cache from
 pass to pass. On slices of 4 MiB with a 32 MiB cache, whole slices were up to 10 % faster for sgd and adam (20 % with
@@ -29,20 +29,20 @@ momentum), 32 Ki 10 to 20 % and 8 Ki 70 to 100 % slower: 64 Ki is the price of s
 """
 
 SOURCES_MAX = 4
-"""How many arrays a compiled kernel sums in one call."""
+"""Number of arrays that a compiled kernel sums in a single call."""
 
 STATES_MAX = 3
-"""How many states a rule has at most for which a kernel is compiled."""
+"""Largest number of states of a rule for which a kernel is compiled."""
 
 NUMBERS_MAX = 10
-"""How many numbers an `Equation` has at most."""
+"""Largest number of numbers of an `Equation`."""
 
 Expression = Callable[..., Any]
 """A rule: a function of gradient, weight, states and numbers. See `kvdist.kernels.elementwise`."""
 
 
 class WeightedSum(Protocol):
-    """out = Σ scales[i] · contributions[i], added in the order given, in `dtype.accumulate`."""
+    """out = Σ scales[i] · contributions[i], summed in the order of `contributions`, in `dtype.accumulate`."""
 
     def __call__(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
         """Write the sum to `out`.
@@ -53,13 +53,13 @@ class WeightedSum(Protocol):
 
         Args:
             contributions: arrays of `dtype.storage` and the length of `out`; may be read-only and unaligned.
-            scales: one finite number for each contribution; integers take only 1.
+            scales: a finite number for each contribution; integers take only 1.
             dtype: the element type of the contributions.
-            out: an array that overlaps no contribution. Its own type says what is written: `dtype.accumulate`, or
+            out: an array that overlaps no contribution. Its type is the type of the result: `dtype.accumulate`, or
                 `dtype.storage`, to which halves are rounded once, to nearest even.
 
         Raises:
-            TypeError: an array has another type than `dtype` says.
+            TypeError: an array does not have the type of `dtype`.
             ValueError: lengths differ, or an integer contribution has a scale.
         """
 
@@ -76,7 +76,7 @@ class ToFloat32(Protocol):
 
 
 class FromFloat32(Protocol):
-    """Halves from float32: rounded to nearest even; what is too large becomes infinite, NaN stays NaN."""
+    """Halves from float32: rounded to nearest even; too large values become infinite, NaN stays NaN."""
 
     def __call__(self, values: Array, dtype: DType, out: Array | None = None) -> Array:
         """Return `out`, or a new array of `dtype.storage` of the length of `values`.
@@ -87,7 +87,7 @@ class FromFloat32(Protocol):
 
 
 class Equation(NamedTuple):
-    """One update of an optimizer: its rule, and the numbers of this update.
+    """An update of an optimizer: its rule, and the numbers of this update.
 
     Attributes:
         expression: the rule; see `kvdist.kernels.elementwise`.
@@ -115,7 +115,7 @@ class Equation(NamedTuple):
 
 
 class UpdateKernel(NamedTuple):
-    """What names a compiled kernel of an update: it is compiled once for each of these.
+    """Name of a compiled kernel of an update; each name is compiled once.
 
     Attributes:
         expression: the rule.
@@ -148,21 +148,21 @@ class FusedUpdate(Protocol):
         dtype: DType,
         master: Array | None = None,
     ) -> bool:
-        """Do all of it and return True, or nothing and return False: then the caller goes the way of many passes.
+        """Make the update and return True, or do nothing and return False: then the caller makes it in many passes.
 
-        The result has the same bits either way. Arguments have been checked; none is refused here.
+        The result has the same bits either way. Arguments have been checked; the kernel refuses none.
 
         Args:
             equation: the rule and its numbers.
             weight: the present weight; only read.
             contributions: as of `WeightedSum`, and of the type of `weight`.
-            scales: likewise.
+            scales: as of `WeightedSum`.
             clip: elements of the scaled sum are cut to ±clip; None for no cut.
             out: receives the new weight; may be `weight`, which may be a contribution too; overlaps nothing else.
-            states: those of `Equation.chosen`, of `dtype.accumulate`; updated in place.
-            dtype: of the weight and the contributions. Halves are widened, updated in float32 and rounded to nearest
-                even.
-            master: the float32 weight behind a half one, updated in its place; where it does not round to the stored
+            states: states of `Equation.chosen`, of `dtype.accumulate`; updated in place.
+            dtype: element type of the weight and the contributions. Halves are widened, updated in float32 and rounded
+                to nearest even.
+            master: the float32 weight behind a half weight, updated in its place; where it does not round to the stored
                 weight, another writer has changed that, and the master follows first. None for no master.
         """
 
@@ -172,7 +172,7 @@ Rows = tuple[Array, Array]
 
 
 class UpdateRows(Protocol):
-    """`FusedUpdate` of some rows of a matrix where they lie: each is read once and written once."""
+    """`FusedUpdate` of some rows of a matrix in place: each row is read once and written once."""
 
     def __call__(
         self,
@@ -186,38 +186,38 @@ class UpdateRows(Protocol):
         states: Sequence[Array],
         dtype: DType,
     ) -> bool:
-        """Do all of it and return True, or nothing and return False: then the caller gathers the rows first.
+        """Make the update and return True, or do nothing and return False: then the caller gathers the rows first.
 
-        The result has the bits of `FusedUpdate`. Arguments have been checked; none is refused here.
+        The result has the bits of `FusedUpdate`. Arguments have been checked; the kernel refuses none.
 
         Args:
             equation: the rule.
             weight: shape (rows, width), C-contiguous, of `dtype.storage`; updated in place.
             slots: (k,) int64, the rows of `weight` to be updated, each once.
-            ids: (k,) int64, strictly increasing: the id of each of them.
-            contributions: their ids are among `ids`. One that lacks a row adds zeros to it.
-            scales: one finite number for each contribution.
+            ids: (k,) int64, strictly increasing: the id of each slot.
+            contributions: rows whose ids are among `ids`. A contribution that lacks a row adds zeros to it.
+            scales: a finite number for each contribution.
             clip: elements of the scaled sum are cut to ±clip; None for no cut.
-            states: those of `Equation.chosen`, of `dtype.accumulate` and with a row for each slot; updated in place.
-                Where one has not the width of `weight`, nothing is done.
-            dtype: of the weight and the contributions.
+            states: states of `Equation.chosen`, of `dtype.accumulate` and with a row for each slot; updated in place.
+                If a state does not have the width of `weight`, the kernel does nothing.
+            dtype: element type of the weight and the contributions.
         """
 
 
 class RoundToHalf(Protocol):
-    """float32 to halves; what rounding loses is kept for the next time."""
+    """Rounding of float32 to halves; the rounding error is kept for the next call."""
 
     def __call__(self, grad: Array, residual: Array, dtype: DType, out: Array) -> None:
-        """Add `grad` to `residual`, round the sum to the nearest half, and take that from it.
+        """Write grad + residual, rounded to the nearest half, to `out`, and keep the rounding error in `residual`.
 
-        What is finite and too large becomes the largest half, and the rest stays in the residual. Infinities and NaN
-        are passed on and leave nothing there.
+        A finite sum that is too large becomes the largest half, and the rest stays in the residual. Infinities and NaN
+        are written to `out` and leave 0 in the residual.
 
         Args:
             grad: float32; only read, and may be read-only.
-            residual: float32, as long; updated in place.
-            dtype: of the halves.
-            out: of its storage type, as long.
+            residual: float32, of the length of `grad`; updated in place.
+            dtype: type of the halves.
+            out: array of `dtype.storage`, of the length of `grad`.
 
         Raises:
             TypeError, ValueError: an array has another type or length.
@@ -225,15 +225,15 @@ class RoundToHalf(Protocol):
 
 
 class Quantise(Protocol):
-    """float32 into one or two bits an element; what that loses is kept for the next time: `kernels.quantization`."""
+    """Codes of 1 or 2 bits for float32 elements; the error is kept for the next call. See `kernels.quantization`."""
 
     def __call__(self, grad: Array, residual: Array, threshold: float, out: Array) -> None:
-        """Add `grad` to `residual`, write the codes of the sum, and take from it what they are worth.
+        """Write the codes of grad + residual to `out`, and keep the quantization error in `residual`.
 
         Args:
             grad: float32; only read, and may be read-only.
-            residual: float32, as long; updated in place.
-            threshold: a number of float32.
+            residual: float32, of the length of `grad`; updated in place.
+            threshold: threshold of the codes, representable in float32.
             out: uint8: four bytes for each sixteen (2-bit) or thirty-two (1-bit) elements, rounded up.
 
         Raises:
@@ -242,10 +242,10 @@ class Quantise(Protocol):
 
 
 class Dequantise(Protocol):
-    """What the codes of `Quantise` are worth, in float32."""
+    """float32 values of the codes of `Quantise`."""
 
     def __call__(self, data: Array, threshold: float, out: Array) -> None:
-        """Write what each code of `data` is worth into `out`, whose length says how many there are.
+        """Write the value of each code of `data` to `out`, whose length is the number of codes.
 
         Raises:
             TypeError, ValueError: an array has another type or length.
@@ -253,30 +253,31 @@ class Dequantise(Protocol):
 
 
 class NewArray(Protocol):
-    """A new array, where the backend's arrays lie."""
+    """A new array in the memory of the backend."""
 
     def __call__(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return `count` elements: of `Kernels.empty` their content means nothing, of `Kernels.zeros` they are 0."""
+        """Return an array of `count` elements: uninitialized from `Kernels.empty`, 0 from `Kernels.zeros`."""
 
 
 class Squares(Protocol):
     """The sum of squares of an array of a floating type that NumPy has, in float64."""
 
     def __call__(self, values: Array) -> float:
-        """Return it; 0 for no elements."""
+        """Return the sum of squares; 0 for an empty array."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One backend: a name for the log, how many elements a rule of several passes takes at a time, and its functions.
+    """A backend: its name for the log, the number of elements of a chunk (see `CHUNK_ELEMENTS`), and its functions.
 
-    The arrays of a backend for GPUs are those of its library, in the device's memory; see `kvdist.kernels.interface`.
+    The arrays of a backend for GPUs are those of its library, in the device's memory; see `Device`.
     """
 
     name: str
     chunk_elements: int
     active: Callable[[], AbstractContextManager[object]]
-    """In it NumPy's functions on the backend's arrays, and assignments to them, run in the order of its own."""
+    """Context in which NumPy's functions on the backend's arrays, and assignments to them, run in the order of its
+    kernels."""
     empty: NewArray
     zeros: NewArray
     squares: Squares
@@ -296,19 +297,19 @@ class DeviceEvent(Protocol):
     """A moment in the order of a device's stream."""
 
     def wait(self) -> None:
-        """Block this thread, and no other, until everything that was asked for before the mark is done."""
+        """Block this thread, and no other, until all work enqueued before the event is done."""
 
 
 class Device(Protocol):
-    """One GPU, as one library drives it: the seam between what kvdist does with arrays on a device and who does it.
+    """A GPU, driven by a library: the interface between kvdist's arithmetic on a device and the library.
 
-    Rules that hold at this seam:
+    Invariants:
 
     * Arrays are those of the library: one-dimensional, C-contiguous, in the memory of the device, of `DType.storage` or
       `DType.accumulate`. They have ``size``, ``dtype``, ``nbytes``, can be cut with slices of step 1, and, under
       `Kernels.active`, ``array[...] = x`` fills them with a number or with another array of the device.
     * Everything runs later, in order, on the stream that is current in the calling thread: torch's, where torch has
-      begun to use CUDA, else the library's own. Only `DeviceEvent.wait`, and methods that say so, wait.
+      begun to use CUDA, else the library's. Only `DeviceEvent.wait`, and methods whose docstring states it, wait.
     * Only this device is touched; the device that was current before a call is current after it.
     * Memory comes from torch's allocator where torch has begun to use CUDA, so that the two do not starve each other.
     * Errors of the library are raised as `DeviceError`.
@@ -316,25 +317,25 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as ``cuda:0``."""
+        """Name of the device, such as ``cuda:0``."""
 
     @property
     def index(self) -> int:
-        """Its number among the visible ones."""
+        """Index of the device among the visible GPUs."""
 
     @property
     def library(self) -> str:
-        """What drives it, with its version, for the log."""
+        """Name and version of the library that drives the device, for the log."""
 
     @property
     def kernels(self) -> Kernels:
-        """The functions on its arrays. All take and give arrays of this device."""
+        """The functions on the device's arrays. All take and return arrays of this device."""
 
     def runs(self, equation: Equation | None) -> bool:
-        """Whether an update by a rule can run here: by a kernel, or function by function on the library's arrays.
+        """Whether an update by a rule can run on the device: by a kernel, or function by function on its arrays.
 
         Args:
-            equation: the rule's; None for a rule that has none.
+            equation: equation of the rule; None for a rule without an equation.
         """
 
     # Memory.
@@ -345,76 +346,78 @@ class Device(Protocol):
         Args:
             value: a contiguous array with ``__cuda_array_interface__``, or a torch tensor, of `dtype`. bfloat16, which
                 the interface does not have, comes as a torch tensor, or as uint16.
-            dtype: its element type.
+            dtype: the element type of the value.
         """
 
     def upload(self, host: Array, out: Array) -> None:
-        """Copy from host memory. `host` must not change before a mark made behind this has been waited for."""
+        """Enqueue a copy from host memory. `host` must not change before a wait for a later `mark`."""
 
     def download(self, array: Array, host: Array) -> None:
-        """Copy to host memory of the same type and length. It is there when a mark made behind this was waited for."""
+        """Enqueue a copy to host memory of the same type and length, which is valid after a wait for a later `mark`."""
 
     def copy(self, array: Array, out: Array, source: Device) -> None:
-        """Copy an array of `source`, this device or another, to one of this device; directly where the two can.
+        """Copy an array of `source`, this device or another, to an array of this device; directly if `reaches`.
 
-        The current streams of the two wait for each other, and this thread does not: what was asked of `source` before
-        comes first, and what is asked of it later, such as to write the array anew, comes after.
+        The current streams of both devices wait for each other, and this thread does not: earlier work of `source`
+        comes first, and its later work, such as to write the array anew, comes after.
         """
 
     def reaches(self, other: Device) -> bool:
-        """Whether the two copy directly, not through the memory of the host."""
+        """Whether both devices copy directly, not through host memory."""
 
     def mark(self) -> DeviceEvent:
-        """Now, in the order of this thread's stream."""
+        """An event at the present end of this thread's stream."""
 
     def stream(self) -> Any:
         """The stream that is current in this thread, for `on`."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream of this device the current one of this thread for a while, whichever thread it came from."""
+        """Context in which a stream of this device, from any thread, is the current stream of this thread."""
 
     def pin(self, host: Array) -> Any:
         """Register host memory, so that copies from and to it run beside the program and at full speed.
 
         Returns:
-            An object to be kept for as long as that is wanted: when it is released, the memory is as before. None where
-            the memory could not be registered, which only makes copies slower.
+            An object that keeps the memory registered until it is released; None if the memory could not be registered,
+            which only makes copies slower.
         """
 
     # Arithmetic that only devices need.
 
     def pack(self, sources: Sequence[Array], offsets: Sequence[int], out: Array) -> None:
-        """Copy many small arrays into one, in one launch.
+        """Copy many small arrays into a single array, in a single launch.
 
         Args:
-            sources: of any types.
-            offsets: where each begins in `out`, in bytes: multiples of its element size. The rest stays as it is.
-            out: of uint8.
+            sources: arrays of any types.
+            offsets: byte at which each source begins in `out`: a multiple of its element size. Bytes between sources
+                stay as they are.
+            out: array of uint8.
         """
 
     def unpack(self, source: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
-        """The opposite of `pack`: fill many small arrays out of one of uint8."""
+        """Fill many small arrays from a single array of uint8: the opposite of `pack`."""
 
     def add_dequantised_2bit(self, data: Array, threshold: float, total: Array) -> None:
-        """Add what 2-bit codes are worth to `total`, of float32. The codes are as of `kvdist.kernels.quantization`."""
+        """Add the values of 2-bit codes to `total`, of float32. The codes are as of `kvdist.kernels.quantization`."""
 
     def add_dequantised_1bit(self, data: Array, threshold: float, total: Array) -> None:
-        """Add what 1-bit codes are worth to `total`, of float32."""
+        """Add the values of 1-bit codes to `total`, of float32."""
 
     def merge_rows(self, indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
-        """Sum rows that share an index. Waits for the device, which alone knows how many are left.
+        """Sum rows that share an index. Waits for the device, which alone knows the number of different indices.
 
         Args:
-            indices: int64, one for each row, in any order.
-            rows: the rows one after the other, of `dtype`; halves are summed in float32 and rounded once.
-            dtype: their element type.
+            indices: int64, an index for each row, in any order.
+            rows: the rows, concatenated, of `dtype`; halves are summed in float32 and rounded once.
+            dtype: element type of the rows.
 
         Returns:
-            The different indices in ascending order, and as many rows. Rows of one index are added in the order given.
+            The different indices in ascending order, and as many rows. Rows that share an index are summed in their
+            order.
         """
 
     def add_rows(self, table: Array, indices: Array, rows: Array) -> None:
-        """table[indices[i]] += rows[i], of one floating type that NumPy has. No index comes twice."""
+        """table[indices[i]] += rows[i], of a floating type that NumPy has. No index comes twice."""
 
     def all_finite(self, arrays: Sequence[Array], dtype: DType) -> bool:
-        """Whether no element is infinite or NaN: one launch over all arrays, and one wait for one number."""
+        """Whether no element is infinite or NaN: a single launch over all arrays, and a single wait."""

@@ -1,13 +1,13 @@
-"""The definition of quantising: float32 into one or two bits an element, with what is lost kept for the next time.
+"""The definition of quantization: float32 as codes of 1 or 2 bits an element, with the error kept for the next call.
 
-Per element, with its residual r and the threshold t, all in float32: r ← r + g, and then
+Per element, with gradient g, residual r and threshold t, all in float32: r ← r + g, and then
 
-* 2-bit: code 3, worth +t, where r ≥ t; code 2, worth -t, where r ≤ -t; else code 0, worth nothing.
-* 1-bit: code 1, worth +1, where r > t; else code 0, worth -1.
+* 2-bit: code 3, of value +t, where r ≥ t; code 2, of value -t, where r ≤ -t; else code 0, of value 0.
+* 1-bit: code 1, of value +1, where r > t; else code 0, of value -1.
 
-What a code is worth is taken from r. The first of the elements in a byte has its highest bits; what is left of the last
-word of four bytes is zero. NaN is neither above nor below: it stays in the residual and is worth nothing (-1 in 1-bit).
-An infinity stays there too, and is worth ±t (±1) each time.
+The value of the code is subtracted from r. The first of the elements in a byte has its highest bits; the rest of the
+last word of four bytes is zero. NaN is neither above nor below: it stays in the residual, and its code has the value 0
+(-1 in 1-bit). An infinity stays in the residual too, and its code has the value ±t (±1) each time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORD_ELEMENTS_1BIT = 32
 
 
 def to_float32(bits: Array, dtype: DType, out: Array | None = None) -> Array:
-    """See `ToFloat32`. One pass."""
+    """See `ToFloat32`. Makes a single pass."""
     _require_half(dtype)
     values = np.empty(bits.size, np.float32) if out is None else out
     if dtype is DType.FLOAT16:
@@ -34,7 +34,7 @@ def to_float32(bits: Array, dtype: DType, out: Array | None = None) -> Array:
 
 
 def from_float32(values: Array, dtype: DType, out: Array | None = None) -> Array:
-    """See `FromFloat32`. One pass for float16, seven for bfloat16 (all but the first in cache)."""
+    """See `FromFloat32`. Passes: 1 for float16, 7 for bfloat16 (all but the first in cache)."""
     _require_half(dtype)
     bits = np.empty(values.size, dtype.storage) if out is None else out
     if dtype is DType.FLOAT16:
@@ -49,7 +49,7 @@ def from_float32(values: Array, dtype: DType, out: Array | None = None) -> Array
 
 
 def _round_to_bfloat16(values: Array, bits: Array, scratch: Array) -> None:
-    """Add half of the last kept bit, less one where that bit is even, and cut: ties go to even."""
+    """Add half of the last kept bit, minus 1 if that bit is even, and cut: ties go to even."""
     exact, rounded = values.view(np.uint32), scratch[: values.size]
     np.right_shift(exact, 16, out=rounded)
     np.bitwise_and(rounded, 1, out=rounded)
@@ -68,7 +68,7 @@ def _require_half(dtype: DType) -> None:
 
 
 def quantise_2bit(grad: Array, residual: Array, threshold: float, out: Array) -> None:
-    """See `Quantise`. Ten passes in cache, and one over memory."""
+    """See `Quantise`. Ten passes in cache, and a pass over memory."""
     check_quantised(grad, residual, out, WORD_ELEMENTS_2BIT)
     limit = np.float32(threshold)
     codes = np.empty(_scratch_size(grad.size), np.uint8)
@@ -94,7 +94,7 @@ def quantise_2bit(grad: Array, residual: Array, threshold: float, out: Array) ->
 
 
 def dequantise_2bit(data: Array, threshold: float, out: Array) -> None:
-    """See `Dequantise`. One pass over memory, through a table of what each byte is worth."""
+    """See `Dequantise`. Makes a single pass over memory, with a table of the values of each byte."""
     check_dequantised(data, out, WORD_ELEMENTS_2BIT)
     worth = np.array([0.0, 0.0, -np.float32(threshold), np.float32(threshold)], np.float32)
     codes = np.arange(256)[:, None] >> np.array([6, 4, 2, 0]) & 3
@@ -102,7 +102,7 @@ def dequantise_2bit(data: Array, threshold: float, out: Array) -> None:
 
 
 def quantise_1bit(grad: Array, residual: Array, threshold: float, out: Array) -> None:
-    """See `Quantise`. Five passes in cache, and one over memory."""
+    """See `Quantise`. Five passes in cache, and a pass over memory."""
     check_quantised(grad, residual, out, WORD_ELEMENTS_1BIT)
     limit, one = np.float32(threshold), np.float32(1)
     for start in range(0, grad.size, CHUNK_ELEMENTS):
@@ -117,14 +117,14 @@ def quantise_1bit(grad: Array, residual: Array, threshold: float, out: Array) ->
 
 
 def dequantise_1bit(data: Array, threshold: float, out: Array) -> None:  # noqa: ARG001  # a boundary, and worth nothing
-    """See `Dequantise`. One pass over memory, through a table of what each byte is worth."""
+    """See `Dequantise`. Makes a single pass over memory, with a table of the values of each byte."""
     check_dequantised(data, out, WORD_ELEMENTS_1BIT)
     codes = np.arange(256)[:, None] >> np.arange(7, -1, -1) & 1
     _looked_up((2 * codes - 1).astype(np.float32), data, out)
 
 
 def round_to_half(grad: Array, residual: Array, dtype: DType, out: Array) -> None:
-    """See `RoundToHalf`. Some twelve passes in cache, and one over memory."""
+    """See `RoundToHalf`. Some twelve passes in cache, and a pass over memory."""
     check_rounded(grad, residual, dtype, out)
     for start in range(0, grad.size, CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
@@ -144,7 +144,7 @@ def round_to_half(grad: Array, residual: Array, dtype: DType, out: Array) -> Non
 
 
 def check_rounded(grad: Array, residual: Array, dtype: DType, out: Array) -> None:
-    """Refuse what `RoundToHalf` refuses."""
+    """Refuse the arguments that `RoundToHalf` refuses."""
     if grad.dtype != np.float32 or residual.dtype != np.float32 or out.dtype != dtype.storage:
         raise TypeError(
             f"float32 is rounded, with a residual of float32, to {dtype.storage}; not {grad.dtype}, {residual.dtype}"
@@ -155,7 +155,7 @@ def check_rounded(grad: Array, residual: Array, dtype: DType, out: Array) -> Non
 
 
 def _looked_up(worth: Array, data: Array, out: Array) -> None:
-    """What each byte is worth, one row of the table after the other; the last row may be needed in part."""
+    """Write the values of each byte of `data`, a row of the table `worth`, to `out`; the last row may be cut."""
     per_byte = worth.shape[1]
     whole = out.size // per_byte
     np.take(worth, data[:whole], axis=0, out=out[: whole * per_byte].reshape(whole, per_byte), mode="clip")
@@ -164,7 +164,7 @@ def _looked_up(worth: Array, data: Array, out: Array) -> None:
 
 
 def check_quantised(grad: Array, residual: Array, out: Array, word_elements: int) -> None:
-    """Refuse what `Quantise` refuses."""
+    """Refuse the arguments that `Quantise` refuses."""
     if grad.dtype != np.float32 or residual.dtype != np.float32 or out.dtype != np.uint8:
         raise TypeError(
             f"float32 is quantised, with a residual of float32, into bytes; not {grad.dtype}, {residual.dtype} into"
@@ -178,7 +178,7 @@ def check_quantised(grad: Array, residual: Array, out: Array, word_elements: int
 
 
 def check_dequantised(data: Array, out: Array, word_elements: int) -> None:
-    """Refuse what `Dequantise` refuses."""
+    """Refuse the arguments that `Dequantise` refuses."""
     if data.dtype != np.uint8 or out.dtype != np.float32:
         raise TypeError(f"bytes are dequantised into float32, not {data.dtype} into {out.dtype}")
     if data.size != quantised_bytes(out.size, word_elements):
@@ -188,7 +188,7 @@ def check_dequantised(data: Array, out: Array, word_elements: int) -> None:
 
 
 def quantised_bytes(count: int, word_elements: int) -> int:
-    """The bytes of the codes of `count` elements: whole words of four."""
+    """Number of bytes of the codes of `count` elements: whole words of four bytes."""
     return -(-count // word_elements) * 4
 
 

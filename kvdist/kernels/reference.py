@@ -1,7 +1,7 @@
-"""The definition of every kernel, in NumPy: other backends must equal it, and where there is none it runs itself.
+"""The definition of every kernel, in NumPy: other backends must produce the same bits. Without another backend it runs.
 
-A pass is one reading of the whole of an array from wherever it lies. They are counted beside the code, because on a
-host they are the whole cost.
+A pass reads the whole of an array from memory or cache. Docstrings count the passes of each kernel, because on a host
+they are the whole cost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvdist.kernels.quantization import from_float32, to_float32
 def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
     """See `WeightedSum`.
 
-    Passes for n contributions of full width: 1 for n = 1, n - 1 for more; one more when all share a scale that is not
-    1; 2n - 1 when scales differ. From two passes on, all but the first find their operands in cache.
+    Passes for n contributions of full width: 1 for n = 1, n - 1 for more; 1 more when all share a scale that is not
+    1; 2n - 1 when scales differ. From two passes on, all but the first have their operands in cache.
     """
     check_sum(contributions, scales, dtype, out)
     if not contributions:
@@ -40,7 +40,7 @@ def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype:
 
 
 def check_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
-    """Refuse what `WeightedSum` refuses."""
+    """Refuse the arguments that `WeightedSum` refuses."""
     if len(scales) != len(contributions):
         raise ValueError(f"{len(contributions)} contributions need as many scales, not {len(scales)}")
     storage, size = dtype.storage, out.size
@@ -58,7 +58,7 @@ def check_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DT
 
 
 def factored(scales: Sequence[float]) -> tuple[Sequence[float], float]:
-    """Each contribution's own scale, and that of the sum, which is multiplied once where all are equal."""
+    """Scales of the contributions, and the scale of the sum. If all are equal, only the sum is multiplied."""
     if scales and scales.count(scales[0]) == len(scales):
         return (1.0,) * len(scales), scales[0]
     return scales, 1.0
@@ -69,7 +69,7 @@ def _all_equal(scales: Sequence[float]) -> bool:
 
 
 def _sum(contributions: Sequence[Array], scales: Sequence[float], out: Array) -> None:
-    """Add arrays that are summed in their own type."""
+    """Write the sum of arrays whose type is the type of the sum."""
     first, scale = contributions[0], scales[0]
     if not _all_equal(scales):
         _sum_unequal(contributions, scales, out)
@@ -102,7 +102,7 @@ def _scaled(values: Array, scale: float, out: Array) -> Array:
 
 
 def _sum_halves(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
-    """Add halves in float32. One pass to widen each, n - 1 to add, one to round where `out` is narrow."""
+    """Sum halves in float32. Passes: n to widen, n - 1 to add, and 1 to round if `out` is a half."""
     narrow = out.dtype == dtype.storage
     if narrow and len(contributions) == 1 and scales[0] == 1:
         np.copyto(out, contributions[0])
@@ -168,7 +168,7 @@ def empty(count: int, dtype: np.dtype[Any]) -> Array:
 
 
 def zeros(count: int, dtype: np.dtype[Any]) -> Array:
-    """See `NewArray`. Its pages are touched when they are used."""
+    """See `NewArray`. The operating system provides pages at their first use."""
     return np.zeros(count, dtype)
 
 

@@ -1,9 +1,9 @@
 """Custom stores: the interface to implement (`KVStoreBase`), and how a trainer calls such a store (`Adapted`).
 
 A store that implements all of `kvdist.KVStore` satisfies the interface too. A store that implements only the interface
-is called as MXNet calls it: key by key, with a list of arrays, one per device, and a higher priority for parameters
-that the next forward pass needs earlier. Such a store never gets None for a missing gradient but zeros, and is never
-asked for an average but gets gradients that are already divided.
+is called as MXNet calls it: key by key, with a list of arrays, an array per device, and a higher priority for
+parameters that the next forward pass needs earlier. Such a store gets zeros for a missing gradient, never None; it is
+never asked for an average but gets gradients that are already divided.
 
 Write a class like this, and `kvdist.kv.create` accepts its name in lower case::
 
@@ -28,7 +28,7 @@ from kvdist.optimizer.base import Optimizer
 class KVStoreBase(abc.ABC):
     """Base class of custom stores: the methods that a `Trainer` calls.
 
-    Keys are the positions of the parameters, 0, 1, 2, …; values are lists of torch tensors, one per device.
+    Keys are the positions of the parameters, 0, 1, 2, …; values are lists of torch tensors, a tensor per device.
     """
 
     OPTIMIZER = "optimizer"
@@ -69,8 +69,7 @@ class KVStoreBase(abc.ABC):
 
     @abc.abstractmethod
     def is_capable(self, capability: str) -> bool:
-        """Whether the store has a capability; a `Trainer` asks for ``optimizer``: updating values by `set_optimizer`.
-        """
+        """Whether the store has a capability; a `Trainer` asks for ``optimizer``: updates by `set_optimizer`."""
 
     @abc.abstractmethod
     def set_optimizer(self, optimizer: Any) -> None:
@@ -82,10 +81,10 @@ class KVStoreBase(abc.ABC):
 
 
 class Adapted:
-    """A store of the user's own, for a trainer.
+    """A custom store with the methods that a trainer calls.
 
     Args:
-        store: it keeps the contract.
+        store: the custom store.
     """
 
     def __init__(self, store: KVStoreBase) -> None:
@@ -93,29 +92,29 @@ class Adapted:
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the store."""
+        """Number of workers that share the store."""
         return self._store.num_workers
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Rank of this worker."""
         return self._store.rank
 
     def agree(self, statement: str) -> None:
-        """Do nothing: the contract has no way to compare what workers say."""
+        """Do nothing: the interface has no method that compares statements of workers."""
 
     def leave_uncompressed(self, keys: Sequence[int]) -> None:
-        """Do nothing: the contract knows no compression."""
+        """Do nothing: the interface has no compression."""
 
     def leave_unkept(self, keys: Sequence[int]) -> None:
-        """Do nothing: the contract has no such hint."""
+        """Do nothing: the interface has no such hint."""
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the store update."""
+        """Install the optimizer with which the store updates values."""
         self._store.set_optimizer(optimizer)
 
     def broadcast(self, keys: Sequence[int], values: Sequence[Any], out: Sequence[list[Any]]) -> None:
-        """Give each key the value of rank 0, on all devices."""
+        """Set each key to the value of rank 0, on all devices."""
         for key, value, places in zip(keys, values, out, strict=True):
             self._store.broadcast(key, value, places)
 
@@ -128,10 +127,10 @@ class Adapted:
         average: Average = False,
         samples: int = 0,
     ) -> None:
-        """Sum each key's arrays and write the result into all of `out`; None for what was given.
+        """Sum each key's arrays and write the result into all arrays of `out`; None for the arrays of `value`.
 
         Raises:
-            NotImplementedError: the sums are to be means over samples.
+            NotImplementedError: `average` asks for means over samples.
         """
         if average == "samples":
             raise NotImplementedError(

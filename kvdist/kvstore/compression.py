@@ -1,8 +1,8 @@
-"""Compressed pushes: the residual of each key, how a push is encoded with it, and the payloads of what was encoded.
+"""Compressed pushes: the residual of each key, the encoding of a push with it, and the payloads of encoded pushes.
 
 Invariants:
 
-* Everything about a push that can be wrong has been checked before its residual is touched.
+* All checks of a push have succeeded before its residual is touched.
 * A push is encoded in the thread of its caller, before the call returns, so residuals follow the order of the calls.
 * A residual starts at zero with the key. It starts again when the values of the key are replaced (`broadcast`) or
   restored (`load_checkpoint`). Checkpoints do not contain it.
@@ -41,16 +41,16 @@ KEYS_NAMED_MAX = 5
 EncodedSlices = dict[int, tuple[Bits, int]]
 """The encoded contribution to a key: start of a slice → its bytes, padded, and the number of entries in them."""
 EncodedRun = tuple[memoryview, Encoded]
-"""The payload of a run, and how it is encoded."""
+"""The payload of a run, and the description of its encoding."""
 
 
 class StoreCompression:
-    """The compression of one store on one worker.
+    """The compression of a store on a worker.
 
     Args:
-        params: as the user gave them.
-        exempt: keys that travel as they are; read at each call.
-        kernels: what does the arithmetic.
+        params: parameters of the user's call.
+        exempt: keys that travel uncompressed; read at each call.
+        kernels: kernels of the CPU for the arithmetic.
 
     Raises:
         TypeError, ValueError: see `kvdist.optimizer.compression.from_params`.
@@ -61,19 +61,19 @@ class StoreCompression:
         self._exempt = exempt
         self._kernels = kernels
         self._residuals: dict[Any, Bits | OnDevice] = {}
-        """By key, or by key and device; each lies where its gradients come from."""
+        """Key, or key and device → residual, on the host or on the GPU of the gradients."""
         self._lock = threading.Lock()
 
     @property
     def statement(self) -> str:
-        """What all workers must have in common, in words."""
+        """Sentence that names the compression, which all workers must have in common."""
         return f"gradient compression by {self.compression}"
 
     def require_equal(self, other: StoreCompression) -> None:
-        """Check that another call asks for what this store does already.
+        """Check that another call asks for the compression that this store has already.
 
         Raises:
-            ValueError: it asks for something else.
+            ValueError: the call asks for another compression.
         """
         if other.compression != self.compression:
             raise ValueError(
@@ -99,7 +99,7 @@ class StoreCompression:
         """Check that keys can still be left uncompressed.
 
         Raises:
-            ValueError: one has been initialised, and is compressed.
+            ValueError: a key has been initialised, and is compressed.
         """
         for key in keys:
             if key in known and self.covers(key):
@@ -115,7 +115,7 @@ class StoreCompression:
         """Check that keys about to be initialised can be compressed.
 
         Raises:
-            TypeError: one is not of float32.
+            TypeError: the values of a key are not float32.
         """
         for key, dtype in keys:
             if self.covers(key) and dtype is not DType.FLOAT32:
@@ -125,7 +125,7 @@ class StoreCompression:
                 )
 
     def pulled_as(self, key: Key, dtype: DType) -> DType:
-        """The type in which values of a key come back."""
+        """The type in which values of a key are pulled."""
         return self.compression.pulled_as if self.covers(key) else dtype
 
     def sent_as(self, key: Key, dtype: DType) -> DType:
@@ -134,7 +134,7 @@ class StoreCompression:
         return codec.dtype if isinstance(codec, Half) and self.covers(key) else dtype
 
     def forget(self, keys: Iterable[Key] | None = None) -> None:
-        """What is left over of these keys, or of all, is no longer wanted."""
+        """Drop the residuals of these keys, or of all keys."""
         with self._lock:
             gone = None if keys is None else set(keys)
             self._residuals = {
@@ -144,9 +144,9 @@ class StoreCompression:
             }
 
     def encode(self, info: KeyInfo, parts: Sequence[Bits]) -> EncodedSlices:
-        """One push of one key, slice by slice, summed over devices first.
+        """Encode a push of a key, slice by slice, summed over devices first.
 
-        One pass over gradient and residual, and as many more as a sum of several devices takes, in cache.
+        Makes a pass over gradient and residual, and as many more as a sum of several devices takes, in cache.
         """
         with self._lock:
             residual = self._residual(info.key, info.size)
@@ -158,7 +158,7 @@ class StoreCompression:
             }
 
     def through(self, key: Key, parts: Sequence[Bits]) -> list[Bits]:
-        """What the contributions of a key's devices become on their way, each with a residual of its own."""
+        """The contributions of a key's devices after encoding and decoding, each with a separate residual."""
         with self._lock:
             return [self._through(part, self._residual((key, device), part.size)) for device, part in enumerate(parts)]
 
@@ -168,15 +168,15 @@ class StoreCompression:
         bits: Sequence[Sequence[Part]],
         encoded: Sequence[EncodedSlices | None] | None = None,
     ) -> list[EncodedRun | None]:
-        """The payload of each run of a plan whose keys are compressed; None for the others.
+        """The payload of each run of a plan whose keys are compressed; None for the other runs.
 
-        One pass over gradient and residual of each key. A slice that travels alone is not copied. What lies on GPUs is
-        summed and encoded there; the codes of all keys are waited for once.
+        Makes a pass over gradient and residual of each key. A slice that travels alone is not copied. Contributions on
+        GPUs are summed and encoded on a GPU; a single wait covers the codes of all keys.
 
         Args:
-            plan: how the keys travel.
-            bits: per key of the plan the contributions of its devices; none where there is no gradient.
-            encoded: per key what `encode` has made of it already; None if that is still to be done.
+            plan: plan of the keys.
+            bits: per key of the plan the contributions of its devices; an empty list for a key without a gradient.
+            encoded: per key the result of `encode`; None if the keys are still to be encoded.
         """
         if encoded is None:
             marks: list[DeviceEvent] = []
@@ -215,9 +215,9 @@ class StoreCompression:
         return payload, Encoded(codec.encoding, codec.parameter, entries)
 
     def through_on_devices(self, key: Key, parts: Sequence[OnDevice], home: Device) -> list[Array]:
-        """What the contributions of a key become on their way to its home, each with a residual of its own.
+        """The contributions of a key after encoding, the copy to `home` and decoding, each with a separate residual.
 
-        Codes cross, and are added up at home: what is worth ±t goes straight into one sum.
+        Only codes are copied between GPUs. On `home` the codes of one and two bits are decoded into a single sum.
         """
         from kvdist.kvstore.device import moved, uploaded  # a feature at a seam: loaded where it is used
 
@@ -277,7 +277,7 @@ def _key_of(name: Any) -> Any:
 
 
 def _encoded_there(codec: EachCodec, part: OnDevice, residual: Array) -> tuple[Bits, int]:
-    """The codes of a slice, in host memory that has them when a mark made behind this has been waited for."""
+    """The codes of a slice, in host memory that is valid after a wait for a later event of the GPU."""
     whole, data = room(codec.encoding, part.size)
     codes = part.device.kernels.empty(data.size, data.dtype)
     codec.write(part.array, residual, part.device.kernels, codes)

@@ -1,4 +1,4 @@
-"""Where the results of a call go: the caller's arrays, new ones, or nowhere, because they are shown where they lie."""
+"""Destinations of the results of a call: the caller's arrays, new arrays, or views of the servers' shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvdist.kvstore.device import DeviceTransfers
 
 PAIRS_COMPARED_MAX = 1 << 20
-"""Above this it costs more to see whether arrays overlap than to copy them."""
+"""Number of pairs of arrays above which a check for overlaps costs more than a copy of the arrays."""
 
 Shares = Callable[[int], bool]
 """Whether the server of a rank shares memory with this process."""
@@ -32,13 +32,13 @@ Shares = Callable[[int], bool]
 
 @dataclass(slots=True)
 class PullArgs:
-    """Where results go.
+    """Keys and destinations of a pull.
 
     Attributes:
         infos: the keys.
-        results: per key the memory that takes its result.
-        copies: what else wants a result: the array, and the memory that has it, with its type.
-        upload: brings results to GPUs; None where none is wanted there.
+        results: per key the host memory that takes its result.
+        copies: further arrays, each with the result that is copied into it and the type of that result.
+        upload: copies results to GPUs; None if no result is wanted on a GPU.
     """
 
     infos: Sequence[KeyInfo]
@@ -48,15 +48,15 @@ class PullArgs:
 
     @property
     def is_direct(self) -> bool:
-        """Whether results are wanted nowhere else than where they arrive."""
+        """Whether results need no copy after they have arrived."""
         return not self.copies and self.upload is None
 
     def part(self, place: slice) -> PullArgs:
-        """Where the results of some of the keys arrive."""
+        """The memory for the results of some of the keys; without further copies."""
         return PullArgs(self.infos[place], self.results[place])
 
     def spread(self) -> None:
-        """The results are there: bring them to where else they are wanted."""
+        """Copy results, which have arrived, to GPUs and to further arrays."""
         if self.upload is not None:
             self.upload()
         for array, bits, dtype in self.copies:
@@ -66,17 +66,17 @@ class PullArgs:
 def pull_args(
     keys: KeyTable, key: Keys, out: Value, gpus: Callable[[], DeviceTransfers], skips_rows: bool = False
 ) -> PullArgs:
-    """Where a call wants its results, checked.
+    """Keys and destinations of a pull, checked.
 
     Args:
         keys: the initialised keys.
-        key, out: as the caller gave them.
-        gpus: gives what brings results to GPUs; called if one is wanted there.
+        key, out: arguments of the user's call.
+        gpus: returns the transfers to GPUs; called if a result is wanted on a GPU.
         skips_rows: as of `KeyTable.writable`.
 
     Raises:
         DeviceError: a GPU cannot be used.
-        KeyNotInitialised, TypeError, ValueError: something is wrong; the message names the key.
+        KeyNotInitialised, TypeError, ValueError: a key or an array is wrong; the message names the key.
     """
     plain = keys.plain_list(key, out, writable=True)
     if plain is not None:
@@ -98,7 +98,7 @@ def pull_args(
 
 
 def new_results(table: KeyTable, key: Keys) -> tuple[list[KeyInfo], list[Bits], Callable[[], Any]]:
-    """For a pull without `out`: the keys, memory for their values, and what makes arrays of it once it is filled.
+    """For a pull without `out`: the keys, memory for their values, and a function that returns the filled arrays.
 
     Raises:
         KeyNotInitialised: a key is not known.
@@ -133,7 +133,7 @@ def reaches_another(arrays: Sequence[Sequence[Part]], results: Sequence[Bits]) -
 
     Args:
         arrays: per key its contributions.
-        results: per key where its result goes.
+        results: per key the memory of its result.
     """
     large = [
         (i, part)
@@ -154,13 +154,13 @@ def reaches_another(arrays: Sequence[Sequence[Part]], results: Sequence[Bits]) -
 
 
 def _extent(array: Bits) -> tuple[int, int]:
-    """The first address of a contiguous array, and the one behind it."""
+    """The first address of a contiguous array, and the first address behind it."""
     start: int = array.__array_interface__["data"][0]
     return start, start + array.nbytes
 
 
 class SharedResults:
-    """The keys of one call whose results stay in the servers' memory: large ones, all of whose servers share it.
+    """The keys of a call whose results stay in the servers' shared memory: large values, on servers that share it.
 
     Args:
         plan: the keys and their runs.
@@ -176,14 +176,14 @@ class SharedResults:
         ]
         self._wanted = set(self._indices)
         self._kept: dict[int, list[tuple[int, int, dict[int, Bits]]]] = {index: [] for index in self._indices}
-        """Key → its slices: (start, stop, the run's values by their place)."""
+        """Index of a key → its slices: (start, stop, the values of the run by position)."""
 
     def keeps(self, run: RunPlan) -> bool:
-        """Whether the result of this run stays where it is."""
+        """Whether the result of this run stays in the server's memory."""
         return len(run.pieces) == 1 and run.pieces[0].index in self._wanted
 
     def keeping(self, run: Run) -> Run:
-        """The run, asking for a result that may be read where it lies."""
+        """The run, changed to ask the server for a result that stays in shared memory."""
         kept: dict[int, Bits] = {}
         (piece,) = run.plan.pieces
         self._kept[piece.index].append((piece.start, piece.stop, kept))
@@ -191,7 +191,7 @@ class SharedResults:
         return replace(run, sinks=(), flags=run.flags | np.uint8(Flag.HOLD), kept=kept)
 
     def shown(self, memory: Allocator, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
-        """The results have come: per key an array that shows it, or None after copying it to `results`."""
+        """Per key a view of its result, which has arrived, or None if the result was copied to `results` instead."""
         found: list[Any] = [None] * len(self._plan.keys)
         for index in self._indices:
             info = self._plan.keys[index]

@@ -1,7 +1,7 @@
-"""Values with only some of their rows: `RowSparse`, and tables whose rows are made when first used: `LazyRows`.
+"""Values with only some of their rows: `RowSparse`, and tables whose rows are created at their first use: `LazyRows`.
 
-Rules that hold here: repeated rows are summed in the order given, halves in float32. Torch is imported only by who
-asks for a tensor; a tensor that is handed in brings its torch along.
+Invariants: repeated rows are summed in the order of the ids, halves in float32. Torch is imported only by calls that
+return a tensor; a caller with a tensor has imported torch already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvdist.optimizer.initializer import Initializer, initializer_from
 Array = NDArray[Any]
 
 _FEW_ROWS = 32
-"""So few rows with many repetitions are summed one by one."""
+"""Number of rows with many repetitions up to which each row is summed separately."""
 
 
 class RowSparse:
@@ -30,7 +30,7 @@ class RowSparse:
 
     Args:
         indices: row ids, one-dimensional, integers of at least 0 in any order: a NumPy array, a tensor or a list. The
-            values of a repeated id are added up.
+            values of a repeated id are summed.
         values: array of shape (k, …) with a row per id: a NumPy array of a type that a key may have, or a torch tensor,
             which is detached and moved to host memory. Arrays in host memory are not copied.
         shape: shape of the whole array; None for (largest id + 1, …).
@@ -84,7 +84,7 @@ class RowSparse:
 
         Args:
             indices, values: as in the constructor. They are converted to NumPy or torch to match the present values;
-                bfloat16 values may also be passed as their bits in uint16.
+                bfloat16 values may also be an array of their bits in uint16.
 
         Raises:
             TypeError, ValueError: as in the constructor, or the element type differs. The rows are then unchanged.
@@ -196,11 +196,11 @@ class RowSparse:
         return rows
 
     def __len__(self) -> int:
-        """How many ids there are, repetitions counted."""
+        """Number of ids, repetitions counted."""
         return len(self._indices)
 
     def __repr__(self) -> str:
-        """Numbers of rows, not the rows: there may be millions."""
+        """Number of rows, the first ids, shape and type; no values."""
         shown = ", ".join(str(one) for one in self._indices[:6].tolist()) + (", …" if len(self) > 6 else "")
         kind = "torch" if self.is_torch else "numpy"
         return f"RowSparse({len(self)} rows [{shown}] of {self._shape}, {self._dtype.label}, {kind})"
@@ -244,12 +244,12 @@ class LazyRows:
 def canonical(indices: Array, values: Array, dtype: DType) -> tuple[Array, Array]:
     """Ids in strictly increasing order, and their rows.
 
-    What is so already is returned as it is, without a copy. Else: one stable sort of the ids, one pass over the rows to
-    gather them, and one over repeated ones, to sum them in the order given; halves in float32.
+    Arguments already in that order are returned without a copy. Otherwise the ids are sorted stably, a pass over the
+    rows gathers them, and a pass over repeated rows sums them in the order of `indices`; halves in float32.
 
     Args:
-        indices: int64, shape (k,).
-        values: shape (k, row_length), of `dtype.storage`.
+        indices: row ids, int64, shape (k,).
+        values: rows, shape (k, row_length), of `dtype.storage`.
         dtype: the element type.
     """
     if is_strictly_increasing(indices):
@@ -269,12 +269,12 @@ def canonical(indices: Array, values: Array, dtype: DType) -> tuple[Array, Array
 
 
 def is_strictly_increasing(indices: Array) -> bool:
-    """Whether each id is above the one before. One pass."""
+    """Whether each id is greater than its predecessor."""
     return len(indices) < 2 or bool((indices[1:] > indices[:-1]).all())
 
 
 def _with_repeated(rows: Array, values: Array, order: Array, starts: Array, counts: Array, dtype: DType) -> Array:
-    """The first of each id's rows, with its others added: all second ones, all third ones, and so on."""
+    """Sums of the rows of each id: to all first rows the second rows are added, then the third rows, and so on."""
     repeated = np.flatnonzero(counts > 1)
     sums = widened(rows[repeated], dtype)
     active, turn = np.arange(len(repeated)), 1

@@ -1,6 +1,6 @@
-"""What a user may hand in: keys, arrays and tensors, and how to read and write their memory.
+"""Keys, arrays and tensors of a user's call: checks, conversions, and access to their memory.
 
-Neither torch nor a library for GPUs is imported here: a caller that has a tensor has imported it already. Inside the
+This module imports neither torch nor a GPU library: a caller that has a tensor has imported it already. Inside the
 package a value is its *bits*: a one-dimensional NumPy array of the storage type of its `DType`, in C order and
 little-endian.
 """
@@ -29,7 +29,7 @@ Shape: TypeAlias = tuple[int, ...]
 Bits: TypeAlias = NDArray[Any]
 Keys: TypeAlias = Key | Sequence[Key]
 Value: TypeAlias = Any
-"""An array, a list of arrays, or for a list of keys a list of those (see `kvdist.kvstore.base`)."""
+"""An array, a list of arrays, or for a list of keys a list with either for each key (see `kvdist.kvstore.base`)."""
 UpdaterFunction: TypeAlias = Callable[[Key, Any, Any], None]
 """Called as ``fn(key, received, stored)``; changes `stored` in place."""
 
@@ -40,11 +40,12 @@ _SUPPORTED = ", ".join(dtype.label for dtype in DType)
 
 
 def pairs(key: Key | Sequence[Key], value: Any) -> list[tuple[Key, list[Any]]]:
-    """The keys of a call, each with its arrays: one per device, none where the value is None.
+    """The keys of a call, each with its arrays: an array per device, an empty list where the value is None.
 
     Args:
-        key: an int or a str, or a list or tuple of one of those types. A repeated key gathers all its arrays.
-        value: for one key an array, a list of arrays, or None; for a list of keys a list of as many of those.
+        key: an int or a str, or a list or tuple of ints or of strs. A repeated key gathers all its arrays.
+        value: for a single key an array, a list of arrays, or None; for a list of keys a list with such a value for
+            each key.
 
     Returns:
         Pairs in the order in which the keys appear first.
@@ -76,7 +77,7 @@ def pairs(key: Key | Sequence[Key], value: Any) -> list[tuple[Key, list[Any]]]:
 
 
 def keys(key: Key | Sequence[Key]) -> list[Key]:
-    """The keys of a call without values, in the order given.
+    """The keys of a call without values, in the order of the call.
 
     Raises:
         TypeError, ValueError: as in `pairs`.
@@ -92,7 +93,7 @@ def describe(value: Any) -> tuple[Shape, DType]:
     """Shape and element type of a NumPy array (a scalar has no dimensions), a torch tensor or an array on a GPU.
 
     Raises:
-        TypeError: it is neither, it is sparse, or not whole, or its element type is not one that a key may have.
+        TypeError: the value is no such array, is sparse, has no elements in memory, or has an unsupported element type.
     """
     if not isinstance(value, _NUMPY) and is_tensor(value):
         torch = sys.modules["torch"]
@@ -121,15 +122,15 @@ def describe(value: Any) -> tuple[Shape, DType]:
 
 
 def is_key_type(tensor: Any) -> bool:
-    """Whether a tensor is of an element type that a key may have."""
+    """Whether a key may have the element type of this tensor."""
     return tensor.dtype in _torch_dtypes(sys.modules["torch"])
 
 
 def require_plain(tensor: Any) -> None:
-    """Refuse a torch tensor whose memory does not have its elements, one behind the other.
+    """Refuse a torch tensor whose memory is not a plain strided array of its elements.
 
     Raises:
-        TypeError: it is sparse, quantized, or a lazy conjugate or negative of other elements; or as in `require_whole`.
+        TypeError: the tensor is sparse, quantized, or a lazy conjugate or negative; or as in `require_whole`.
     """
     require_whole(tensor)
     if tensor.layout is not sys.modules["torch"].strided:
@@ -143,10 +144,10 @@ def require_plain(tensor: Any) -> None:
 
 
 def require_whole(value: Any) -> None:
-    """Refuse a tensor or array of which some elements are not there.
+    """Refuse a tensor or array without a value for each of its elements.
 
     Raises:
-        TypeError: it is on the device ``meta``, nested, masked, or of a lazy module without a shape.
+        TypeError: the value is on the device ``meta``, nested, masked, or of a lazy module without a shape.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: fill it, as by value.filled(0)")
@@ -161,10 +162,10 @@ def require_whole(value: Any) -> None:
 
 
 def first_shape(key: Key, arrays: Sequence[Any]) -> tuple[Shape, DType]:
-    """Shape and dtype of a key's first values, one per device, which must agree.
+    """Shape and dtype of a key's first values, an array per device, which must agree.
 
     Raises:
-        ValueError, TypeError: there is none, or it is not an array, or they differ; the message names the key.
+        ValueError, TypeError: the list is empty, a value is not an array, or values differ; the message names the key.
     """
     if not arrays:
         raise ValueError(f"{name_of(key)} has no value; init needs an array for every key")
@@ -181,8 +182,8 @@ def has_dtype(key: Key, value: Any, shape: Shape, dtype: DType) -> bool:
     """Whether a value of the key's shape is of its dtype, too; else it can be `converted`.
 
     Raises:
-        TypeError: it is not an array, or of a dtype that no key has; the message names the key.
-        ValueError: it is of another shape.
+        TypeError: the value is not an array, or of an unsupported dtype; the message names the key.
+        ValueError: the value has another shape.
     """
     if type(value) is np.ndarray and value.shape == shape and _BY_NUMPY.get(value.dtype) is dtype:
         return True  # the usual case, asked for every array of every call
@@ -202,8 +203,8 @@ def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a value fits its key.
 
     Raises:
-        TypeError: it is not an array, or of another dtype; the message names key, expected and given.
-        ValueError: it is of another shape.
+        TypeError: the value is not an array, or of another dtype; the message names the key and both dtypes.
+        ValueError: the value has another shape.
     """
     if not has_dtype(key, value, shape, dtype):
         given = describe(value)[1].label
@@ -230,22 +231,22 @@ def recast(values: Bits, dtype: DType, to: DType) -> Bits:
     """Values as another element type: floats are rounded to nearest, and fractions are cut off for integers.
 
     Args:
-        values: of `dtype.storage`.
-        dtype: the element type.
-        to: the other one; the same values where it is the same.
+        values: array of `dtype.storage`.
+        dtype: the element type of `values`.
+        to: the element type of the result; `values` is returned itself if both are the same.
     """
     return values if dtype is to else narrowed(widened(values, dtype), to)
 
 
 def widened(values: Bits, dtype: DType) -> Bits:
-    """Values in the type of sums."""
+    """Values as an array of the type in which they are summed."""
     if dtype is DType.BFLOAT16:
         return np.left_shift(values, 16, dtype=np.uint32).view(np.float32)
     return values.astype(dtype.accumulate, copy=False)
 
 
 def narrowed(sums: Bits, dtype: DType) -> Bits:
-    """Sums in the type of values. What is too large becomes infinite without a warning, as in MXNet."""
+    """Sums as an array of the type of values. Too large sums become infinite without a warning, as in MXNet."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype is DType.BFLOAT16:
             return from_float32(sums.astype(np.float32, copy=False).reshape(-1), dtype).reshape(sums.shape)
@@ -280,7 +281,7 @@ def read_bits(value: Any) -> Bits:
 
 
 def writable_bits(value: Any, dtype: DType) -> Bits | None:
-    """The value's own memory as bits of this type to write into; None where it has no such form (use `write_bits`).
+    """The value's memory as bits of this type to write into; None if it has no such form (then use `write_bits`).
 
     The caller is going to write: autograd learns now that a tensor changes, so a backward pass that still needs the
     old values raises instead of computing with the new ones.
@@ -308,10 +309,10 @@ def is_in_order(value: Any) -> bool:
 
 
 def in_order(value: Any) -> Any:
-    """A tensor, or an array on a GPU, in C order and without its history; a tensor that is not is copied.
+    """A tensor, or an array on a GPU, in C order and without its history; a non-contiguous tensor is copied.
 
     Raises:
-        TypeError: an array of another library is not.
+        TypeError: an array of another library is not contiguous.
     """
     if is_tensor(value):
         return value.detach().contiguous()
@@ -332,7 +333,7 @@ def gpu_of(value: Any) -> int | None:
 
 
 def write_bits(value: Any, bits: Bits, dtype: DType) -> None:
-    """Write bits of this type into the value in place, wherever its memory lies; converts where it has another type.
+    """Write bits of this type into the value in place, on the host or a GPU; converts them to the value's type.
 
     Raises:
         ValueError: the value is a read-only array.
@@ -351,7 +352,7 @@ def write_bits(value: Any, bits: Bits, dtype: DType) -> None:
 
 
 def present_stream(value: Any) -> AbstractContextManager[Any]:
-    """What makes the stream that is now the current one for a tensor on a GPU current again, in another thread too."""
+    """Context in which the stream that is current at this call, for a tensor on a GPU, is current in any thread."""
     if not is_tensor(value) or not value.is_cuda:
         return nullcontext()
     cuda = sys.modules["torch"].cuda
@@ -360,7 +361,7 @@ def present_stream(value: Any) -> AbstractContextManager[Any]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for `like`: ``numpy``, ``torch``, or a library and a device, such as ``torch:cuda:0``."""
+    """Kind of a value, for `like`: ``numpy``, ``torch``, or a library and a device, such as ``torch:cuda:0``."""
     if isinstance(value, _NUMPY):
         return "numpy"
     if not is_tensor(value):
@@ -369,7 +370,7 @@ def kind_of(value: Any) -> str:
 
 
 def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
-    """An array or tensor of the kind over these bits: in host memory it shows them, elsewhere it is a copy."""
+    """An array or tensor of the kind with these bits: a view in host memory, a copy on a GPU."""
     if kind == "numpy":
         return bits.reshape(shape)
     library, _, device = kind.partition(":")
@@ -380,7 +381,7 @@ def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
 
 
 def empty_tensor(kind: str, shape: Shape, dtype: DType) -> Any:
-    """A new tensor of a kind whose content means nothing; None where the kind is not torch's."""
+    """A new uninitialized tensor of a kind; None if the kind is not a torch tensor."""
     library, _, device = kind.partition(":")
     torch = sys.modules.get("torch")
     if library != "torch" or torch is None:
@@ -389,7 +390,7 @@ def empty_tensor(kind: str, shape: Shape, dtype: DType) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether the value is a torch tensor (nothing is one as long as torch is not imported)."""
+    """Whether the value is a torch tensor (never as long as torch is not imported)."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -398,7 +399,7 @@ def as_dtype(dtype: Any) -> DType:
     """The element type meant by a name, a NumPy dtype or type, a torch dtype, or a `DType`.
 
     Raises:
-        TypeError: it is none of those, or not one that a key may have.
+        TypeError: the argument means no element type, or a type that no key may have.
     """
     if isinstance(dtype, DType):
         return dtype
@@ -409,7 +410,7 @@ def as_dtype(dtype: Any) -> DType:
 
 
 def as_numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """The NumPy dtype of new arrays of an element type, given as for `as_dtype`.
+    """The NumPy dtype of new arrays of an element type; `dtype` is as for `as_dtype`.
 
     Raises:
         TypeError: NumPy has no such type.
@@ -424,7 +425,7 @@ def require_same_type(keys: Iterable[Key], known: Collection[Key]) -> None:
     """Check that new keys are of the same type as the store's.
 
     Raises:
-        TypeError: they are names where the others are numbers, or the other way round.
+        TypeError: new keys are names and the store's are numbers, or the other way round.
     """
     there = next(iter(known), None)
     for key in keys:
@@ -433,7 +434,7 @@ def require_same_type(keys: Iterable[Key], known: Collection[Key]) -> None:
 
 
 def unknown_key(key: Key, known: Collection[Key]) -> str:
-    """The sentence for a key that has no value yet."""
+    """The error message for a key that has not been initialised."""
     if not known:
         return f"{name_of(key)} has not been initialised, and neither has any other; call init first"
     named = ", ".join(repr(one) for one in itertools.islice(known, _KEYS_NAMED_MAX))
@@ -445,7 +446,7 @@ def as_averaged(value: Any) -> Any:
     """The value as a new array or tensor of a floating type.
 
     Raises:
-        TypeError: it is neither a number nor an array that a store could hold.
+        TypeError: the value is neither a number nor an array that a store could hold.
     """
     if isinstance(value, numbers.Number | np.generic) and not isinstance(value, complex | np.complexfloating):
         return np.array(value, np.float64)
@@ -460,7 +461,7 @@ def as_averaged(value: Any) -> Any:
 
 
 def as_given(value: Any, result: Any) -> Any:
-    """The result in the form of what was given: a float for a number."""
+    """The result in the form of the argument `value`: a float for a number."""
     return float(result) if isinstance(value, numbers.Number | np.generic) else result
 
 
@@ -514,7 +515,7 @@ def tensor_memory(tensor: Any) -> Bits:
 
 
 def tensor_over(bits: Bits, dtype: DType) -> Any:
-    """A flat tensor over these bits, which it shares where they may be written."""
+    """A flat tensor with these bits: a view if they are writable, else a copy."""
     torch = sys.modules["torch"]
     if not bits.flags.writeable:
         bits = bits.copy()  # torch has no read-only tensors, and what was handed out must not change
@@ -534,14 +535,14 @@ def _is_gpu_array(value: Any) -> bool:
 
 
 def _gpu_array_index(value: Any) -> int | None:
-    """The number of its GPU."""
+    """Index of the GPU on which an array lies."""
     from kvdist.kernels.gpu import gpu_index  # a feature at a seam: loaded where it is used
 
     return gpu_index(value)
 
 
 def _is_gpu_array_in_order(value: Any) -> bool:
-    """Whether it is contiguous in C order."""
+    """Whether an array on a GPU is contiguous in C order."""
     interface = value.__cuda_array_interface__
     strides = interface.get("strides")
     if strides is None or math.prod(interface["shape"]) == 0:

@@ -1,7 +1,7 @@
-"""Gradient compression: contributions of float32 in fewer bytes, with what that loses kept and sent later.
+"""Gradient compression: float32 contributions in fewer bytes, whose error is kept and sent later.
 
-What is lost stays in the *residual*, an array of float32 as long as the gradient, which starts at zero and is added to
-the next one. Pure; the arithmetic is that of `kvdist.kernels`, the layout of the bytes that of `protocol/WIRE.md`.
+The error stays in the *residual*, an array of float32 of the length of the gradient, which starts at zero and is added
+to the next gradient. Pure; the arithmetic is in `kvdist.kernels`, the layout of the bytes in `protocol/WIRE.md`.
 
 | type | an element travels as | the server sees | residual |
 |---|---|---|---|
@@ -32,7 +32,7 @@ Octets = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Each element is +`threshold`, -`threshold` or nothing, so a push sends no more than that of it."""
+    """Each element is sent as +`threshold`, -`threshold` or 0, so a push never sends more than the threshold of it."""
 
     encoding: ClassVar[Encoding] = Encoding.TWO_BIT
     threshold: float = 0.5
@@ -46,17 +46,17 @@ class TwoBit:
 
     @property
     def parameter(self) -> float:
-        """The threshold as a number of float32, which is what the arithmetic uses."""
+        """The threshold as a float32 number, as the arithmetic uses it."""
         return _as_float32(self.threshold)
 
     def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
-        """See `EachCodec`. One pass: reads gradient and residual, writes the residual and a quarter byte each."""
+        """See `EachCodec`. A single pass reads gradient and residual, writes the residual and a quarter byte each."""
         kernels.quantise_2bit(grad, residual, self.parameter, out)
 
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """Each element is +1 above the threshold and -1 below: no code is worth 0, so zeros swing."""
+    """Each element is sent as +1 above the threshold, else as -1: no code has the value 0, so zeros alternate."""
 
     encoding: ClassVar[Encoding] = Encoding.ONE_BIT
     threshold: float = 0.5
@@ -70,11 +70,11 @@ class OneBit:
 
     @property
     def parameter(self) -> float:
-        """The threshold as a number of float32, which is what the arithmetic uses."""
+        """The threshold as a float32 number, as the arithmetic uses it."""
         return _as_float32(self.threshold)
 
     def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
-        """See `EachCodec`. One pass: reads gradient and residual, writes the residual and an eighth byte each."""
+        """See `EachCodec`. A single pass reads gradient and residual, writes the residual and an eighth byte each."""
         kernels.quantise_1bit(grad, residual, self.parameter, out)
 
 
@@ -90,11 +90,11 @@ class Half:
 
     @property
     def encoding(self) -> Encoding:
-        """Of that half."""
+        """Encoding of the half type."""
         return Encoding.FLOAT16 if self.dtype is DType.FLOAT16 else Encoding.BFLOAT16
 
     def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
-        """See `EachCodec`. One pass: reads gradient and residual, writes the residual and two bytes each."""
+        """See `EachCodec`. A single pass reads gradient and residual, writes the residual and two bytes each."""
         kernels.round_to_half(grad, residual, self.dtype, out.view(self.dtype.storage))
 
 
@@ -114,11 +114,11 @@ class TopK:
         return f"topk with the ratio {self.ratio!r}"
 
     def entries(self, count: int) -> int:
-        """How many of `count` elements travel."""
+        """Number of elements, out of `count`, that travel."""
         return min(count, math.ceil(self.ratio * count))
 
     def encode(self, grad: Array, residual: Array) -> tuple[Octets, int]:
-        """See `encode`. Four passes: the sum, its size, the selection (in a copy), and what travels is cleared.
+        """See `encode`. Four passes: sum, absolute values, selection (in a copy), and reset of the selected elements.
 
         A NaN counts as larger than any number, so it travels and leaves nothing behind.
         """
@@ -138,10 +138,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Each element is an integer of so many bits times a scale, which 256 elements share.
+    """Each element is an integer of `bits` bits times a scale, which 256 elements share.
 
-    The scale makes the largest of them the largest integer, so that none is off by more than half a scale. Where one of
-    the 256 is NaN or infinite the scale is NaN, and so are all of them when they are decoded.
+    The scale makes the largest element the largest integer, so that no element is off by more than half a scale. If any
+    of the 256 elements is NaN or infinite, the scale is NaN, and so are all 256 when they are decoded.
     """
 
     encoding: Encoding
@@ -152,7 +152,7 @@ class Scaled:
 
     @property
     def bits(self) -> int:
-        """Of an integer."""
+        """Number of bits of an integer."""
         return INTEGER_BITS[self.encoding]
 
     @property
@@ -161,7 +161,7 @@ class Scaled:
         return (1 << self.bits - 1) - 1
 
     def encode(self, grad: Array, residual: Array) -> tuple[Octets, int]:
-        """See `encode`. Ten passes in cache, and one over memory."""
+        """See `encode`. Ten passes in cache, and a pass over memory."""
         whole, data = room(self.encoding, grad.size)
         blocks = -(-grad.size // BLOCK)
         scales, codes = data[: blocks * VALUE.itemsize].view(VALUE), data[blocks * VALUE.itemsize :]
@@ -197,7 +197,7 @@ class Scaled:
         out[: second.size] |= second
 
     def decode(self, data: Octets, out: Array) -> None:
-        """See `decode`. Four passes in cache, and one over memory."""
+        """See `decode`. Four passes in cache, and a pass over memory."""
         blocks = -(-out.size // BLOCK)
         scales, codes = data[: blocks * VALUE.itemsize].view(VALUE), data[blocks * VALUE.itemsize :]
         for begin in range(0, out.size, CHUNK_ELEMENTS):
@@ -215,22 +215,22 @@ class Scaled:
 
 
 SCALE_TIMES_MOST_MAX = 3.4028e38
-"""A little less than the largest number of float32, which a rounded scale could reach past."""
+"""A little less than the largest float32 number, which a rounded scale could exceed."""
 
 EachCodec = TwoBit | OneBit | Half
-"""What encodes each element by itself. ``write(grad, residual, kernels, out)`` is `encode` into given bytes, as many as
-`coded_size` says; all arrays are of the kernels' kind."""
+"""Codec of each element by itself. ``write(grad, residual, kernels, out)`` is `encode` into the bytes `out`, whose
+number is `coded_size`; all arrays are of the kernels' kind."""
 Codec = EachCodec | Scaled | TopK
-"""How gradients are encoded."""
+"""Encoding of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientCompression:
-    """How a store compresses.
+    """Compression of a store.
 
     Attributes:
-        codec: of what is pushed.
-        pulled_as: the type in which values come back: a half, or float32.
+        codec: codec of pushed gradients.
+        pulled_as: the type in which values are pulled: a half, or float32.
     """
 
     codec: Codec
@@ -251,14 +251,14 @@ _TYPES: Mapping[str, tuple[Callable[..., Codec], str]] = {
     "int4": (lambda: Scaled(Encoding.INT4), ""),
     "topk": (TopK, "ratio"),
 }
-"""Type → what makes it, and its one parameter."""
+"""Type → function that creates the codec, and name of its parameter, or ''."""
 
 
 def from_params(params: Mapping[str, Any]) -> GradientCompression:
     """The compression of parameters such as ``{'type': '2bit', 'threshold': 0.5, 'pull': 'fp16'}``.
 
     Raises:
-        TypeError, ValueError: they are not valid; the message says which are.
+        TypeError, ValueError: a parameter is not valid; the message lists the valid ones.
     """
     if not isinstance(params, Mapping):
         raise TypeError(
@@ -286,7 +286,7 @@ def from_params(params: Mapping[str, Any]) -> GradientCompression:
 
 
 def encode(codec: Codec, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
-    """Add `grad` to `residual`, and take from that what is encoded.
+    """Encode the sum of `grad` and `residual`, and keep the error in `residual`.
 
     Returns:
         The bytes, padded to a multiple of 8, and the number of entries in them.
@@ -299,14 +299,14 @@ def encode(codec: Codec, grad: Array, residual: Array, kernels: Kernels) -> tupl
 
 
 def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Array, kernels: Kernels) -> None:
-    """Write what was encoded into `out`, float32; one pass, top-k two.
+    """Decode a contribution into `out`, float32, in a single pass; top-k in two.
 
     Args:
-        encoding: its code.
-        parameter: as of the codec.
-        data: the bytes, without padding.
-        entries: how many are in them.
-        out: as many elements as there were.
+        encoding: value of `Encoding`.
+        parameter: parameter of the codec.
+        data: the encoded bytes, without padding.
+        entries: number of entries in the bytes.
+        out: array with the number of elements of the contribution.
 
     Raises:
         IndexError: an index of top-k is out of range.
@@ -330,7 +330,7 @@ def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Arr
 
 
 def room(encoding: Encoding, entries: int) -> tuple[Octets, Octets]:
-    """Memory for an encoded array with its padding, and without."""
+    """New memory for an encoded array, and a view of it without the padding."""
     size = coded_size(encoding, entries)
     whole = np.empty(padded(size), np.uint8)
     whole[size:] = 0

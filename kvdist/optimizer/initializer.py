@@ -1,8 +1,8 @@
-"""First values of rows that come into being when they are first needed.
+"""First values of rows that are created at their first use.
 
 A row's first value is a function of the initialiser, the row's id and the column, and of nothing else: it does not
-depend on how many servers there are, on which of them has the row, or on the order in which rows are touched. The
-random ones are counter-based: the seed and the id make a 64-bit counter, which a mixer scrambles. They are computed in
+depend on the number of servers, on the server that has the row, or on the order in which rows are touched. Random
+values are counter-based: the seed and the id form a 64-bit counter, which a mixer scrambles. They are computed in
 float64, rounded to float32, and then to the type of the table.
 
 An initialiser travels in a message as the short text of `describe`, never as code.
@@ -24,20 +24,20 @@ from kvdist.kernels.quantization import from_float32
 from kvdist.schema import WHOLE_MAX, finite_number, whole_number
 
 TEXT_CHARACTERS_MAX = 100
-"""The longest text that `initializer_from` reads."""
+"""Length of the longest text that `initializer_from` reads."""
 
 SCALE_MAX = 1e37
 """The largest scale: a normal number may be nine times as large, and must still be a float32."""
 
 _CHUNK_ELEMENTS = 16 * 1024
-"""How many random elements are made at a time, so that what is between stays in the cache."""
+"""Number of random elements that are generated at a time, so that intermediate arrays stay in the cache."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: consecutive multiples of it lie far apart."""
 
 
 class Initializer(ABC):
-    """What the first values of rows are. Instances are frozen and compare by value."""
+    """Rule for the first values of rows. Instances are frozen and compare by value."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -48,7 +48,7 @@ class Initializer(ABC):
         """Write the first values of rows.
 
         Args:
-            ids: the rows, int64.
+            ids: row ids, int64.
             rows: shape (k, row_length), of `dtype.storage`, C-contiguous; written.
             dtype: the element type.
         """
@@ -57,14 +57,14 @@ class Initializer(ABC):
         """Refuse an element type that cannot hold the values.
 
         Raises:
-            ValueError: it cannot; the message says what to do.
+            ValueError: the type cannot; the message has the remedy.
         """
 
     def rows(self, ids: Array, row_length: int, dtype: DType) -> Array:
         """The first values of rows as a new one-dimensional array of `dtype.storage`, k·row_length elements.
 
         Args:
-            ids: the rows, integers of at least 0, in any order.
+            ids: row ids, integers of at least 0, in any order.
             row_length: elements of a row.
             dtype: the element type.
         """
@@ -88,7 +88,7 @@ class Zeros(Initializer):
 
 @dataclass(frozen=True)
 class Constant(Initializer):
-    """All elements are one number.
+    """All elements are the same number.
 
     Attributes:
         value: the number, finite.
@@ -100,11 +100,11 @@ class Constant(Initializer):
         object.__setattr__(self, "value", finite_number("the value of a constant initialiser", self.value))
 
     def describe(self) -> str:
-        """Such as ``constant(0.5)``."""
+        """The text of the initialiser, such as ``constant(0.5)``."""
         return f"constant({self.value!r})"
 
     def check(self, dtype: DType) -> None:
-        """Integers hold whole numbers within their range only."""
+        """Refuse an integer type if the value is not a whole number within its range."""
         if not dtype.is_floating:
             bounds = np.iinfo(dtype.storage)
             if not (self.value.is_integer() and bounds.min <= self.value <= bounds.max):
@@ -138,11 +138,11 @@ class _Random(Initializer):
         object.__setattr__(self, "seed", seed)
 
     def describe(self) -> str:
-        """Such as ``uniform(0.07,seed=3)``."""
+        """The text of the initialiser, such as ``uniform(0.07,seed=3)``."""
         return f"{self._name}({self.scale!r},seed={self.seed})"
 
     def check(self, dtype: DType) -> None:
-        """Floating types only."""
+        """Refuse integer types."""
         if not dtype.is_floating:
             raise ValueError(
                 f"rows of {dtype.label} cannot start as {self._name} numbers: use zeros or constant(1), say"
@@ -186,7 +186,7 @@ class Uniform(_Random):
     seed: int = 0
 
     def _pairs(self, words: Array) -> tuple[Array, Array]:
-        """Each half of a word is the middle of one of 2^32 equal steps."""
+        """Map each half of a word to the middle of a step, out of 2^32 equal steps."""
         step = self.scale * 2.0**-31
         high = (words >> np.uint64(32)).astype(np.float64)
         low = (words & np.uint64(0xFFFFFFFF)).astype(np.float64)
@@ -227,14 +227,14 @@ _RANDOM_TEXT = re.compile(rf"(uniform|normal)\( *{_NUMBER} *(?:, *seed *= *([0-9
 
 
 def initializer_from(text: str | Initializer) -> Initializer:
-    """The initialiser that a text names; an initialiser is returned as it is.
+    """The initialiser that a text names; an `Initializer` is returned itself.
 
     Args:
         text: ``zeros``, ``constant(0.5)``, ``uniform(0.07)`` or ``normal(0.01)``, the last two perhaps with a seed:
             ``normal(0.01,seed=3)``. Untrusted.
 
     Raises:
-        ValueError: it is anything else, or a number is infinite, negative or too large.
+        ValueError: the text is of another form, or a number is infinite, negative or too large.
     """
     if isinstance(text, Initializer):
         return text
@@ -251,7 +251,7 @@ def initializer_from(text: str | Initializer) -> Initializer:
 
 
 def _mixed(words: Array) -> Array:
-    """Scramble 64-bit words in place, one to one: the last steps of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Scramble 64-bit words in place, bijectively: the last steps of splitmix64 (Steele, Lea and Flood, 2014)."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)
@@ -261,9 +261,9 @@ def _mixed(words: Array) -> Array:
 
 
 def _direction(words: Array) -> tuple[Array, Array]:
-    """Cosine and sine of an angle, any as likely as any other, of the lower halves of words.
+    """Cosine and sine of uniformly distributed angles, from the lower halves of words.
 
-    Their lower 30 bits are an angle of at most 45 degrees; one bit mirrors it, another exchanges the axes. Series of so
+    Their lower 30 bits are an angle of at most 45 degrees; bit 31 mirrors it, bit 30 exchanges the axes. Series of so
     few terms are exact to 3e-9, a third of the work of the functions for any angle, and have the same bits everywhere.
     """
     exchanged = words & np.uint64(0x40000000) != 0
@@ -280,7 +280,7 @@ def _direction(words: Array) -> tuple[Array, Array]:
 
 
 def _series(variable: Array, factors: tuple[float, ...]) -> Array:
-    """The polynomial with these factors, that of the highest power first."""
+    """Value of the polynomial with these factors, the factor of the highest power first."""
     total = np.multiply(variable, factors[0])
     for factor in factors[1:-1]:
         total += factor

@@ -1,6 +1,6 @@
-"""What MXNet 1.9 does otherwise than MXNet's main branch, whose rules the others of this package are.
+"""Differences between the optimizers of MXNet 1.9 and of MXNet's main branch, which this package implements.
 
-`create(..., defaults="mxnet-1.9")` takes the defaults from here, and warns where the equation is another.
+`create(..., defaults="mxnet-1.9")` uses these defaults, and warns of an optimizer whose equation differs in 1.9.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "test": SAME,
     }
 )
-"""Optimizers of 1.9 → the defaults that are others there."""
+"""Optimizers of 1.9 → the defaults that differ in 1.9."""
 
 Applies = Callable[[Optimizer], object]
-"""Whether an optimizer's numbers make a difference."""
+"""Predicate: with this optimizer's numbers the equations differ."""
 
 
 def _always(_: Optimizer) -> bool:
@@ -68,13 +68,13 @@ EQUATIONS: Mapping[str, tuple[tuple[Applies, str], ...]] = MappingProxyType(
         "test": ((lambda one: one.clip_gradient, "clip_gradient does nothing"),),
     }
 )
-"""Optimizers whose equation is another in 1.9 → when, and how it is there."""
+"""Optimizers whose equation differs in 1.9 → pairs of condition and description of the difference."""
 
 
 def with_defaults(name: str, defaults: str, hyperparameters: Mapping[str, object]) -> dict[str, object]:
-    """The hyper-parameters, with 1.9's defaults for the ones that are not given.
+    """The hyper-parameters, completed by the defaults of 1.9.
 
-    A schedule keeps its own `base_lr` where no learning rate is given, as in 1.9.
+    Without a learning rate among the hyper-parameters a schedule keeps its `base_lr`, as in 1.9.
 
     Raises:
         ValueError: `defaults` is not ``mxnet-1.9``, or 1.9 has no optimizer of this name.
@@ -90,7 +90,7 @@ def with_defaults(name: str, defaults: str, hyperparameters: Mapping[str, object
 
 
 def warn_of_equations(optimizer: Optimizer) -> None:
-    """Warn where 1.9 computes something else than this optimizer."""
+    """Warn if the equation of this optimizer differs in 1.9."""
     told = [how for applies, how in EQUATIONS.get(optimizer.name, ()) if applies(optimizer)]
     if told:
         warnings.warn(

@@ -1,19 +1,19 @@
 """Sums and updates on a GPU, for a server whose values are published from the host's memory.
 
-Weights and states rest on the device; gradients come from workers, so they cross the bus whatever is done, and so does
-the new weight, once, however many read it. What crosses in a round of W contributions of n bytes:
+Weights and states stay on the device; gradients come from workers, so they cross the bus in any case, and so does the
+new weight, once, whatever the number of its readers. Bytes that cross in a round of W contributions of n bytes:
 
-* with an optimizer W·n up and n down, and one wait; n more up when the weight is not the one that was left there,
-  because it is the first, was replaced, restored, or its slices have been joined or split since. On the device the rule
-  makes the passes that `kvdist.optimizer.updater` counts, or one where the device has it in one piece;
-* without one W·n up and n down, and one wait, where `offloaded` does not leave it to the host.
+* with an optimizer, W·n up and n down, and a single wait; n more up if the device does not have the present weight: in
+  the first update, and after the weight was replaced or restored, or its slices were joined or split. On the device the
+  rule makes the passes that `kvdist.optimizer.updater` counts, or a single pass if the device has a fused kernel;
+* without an optimizer, W·n up and n down, and a single wait, unless `offloaded` leaves the sum to the host.
 
-Rules that hold here:
+Invariants:
 
-* All goes in the order of one stream, and every call waits for its end. So scratch memory is used again at once, and
-  no memory of the caller is read or written when a call has returned.
-* A weight on the device is known by the array of the host that it was published in. A publisher never shows one array
-  again with a content that no update wrote, or the device would go on from the former one; see `Block.replace`.
+* All work is in the order of a single stream, and every call waits for its end. So scratch memory is reused at once,
+  and no memory of the caller is read or written after a call has returned.
+* A weight on the device is identified by the host array in which it was published. A publisher never shows an array
+  again with a content that no update wrote, or the device would go on from the former content; see `Block.replace`.
 * Tables of rows stay in the host's memory, and so do the sums and updates of them.
 """
 
@@ -37,18 +37,18 @@ from kvdist.optimizer.states import Part, SliceState
 from kvdist.optimizer.updater import Arithmetic, Updater, check_arrays
 
 SUMMED_BYTES_MIN = 1 << 20
-"""Sums of shorter arrays are left to the host.
+"""Size of the shortest arrays that are summed on the device; the host sums shorter arrays.
 
-A trip is some five calls of 10 µs and a wait, in which one core adds about a megabyte; and what it adds is often in its
-cache. From there on the bus decides: 25 GB/s and more from pinned memory, against 10 to 20 of one core. Not yet
-measured on a GPU.
+A transfer is some five calls of 10 µs and a wait, in which a core adds about a megabyte, often from its cache. For
+longer arrays the bus decides: 25 GB/s and more from pinned memory, against 10 to 20 GB/s of a core. Not yet measured on
+a GPU.
 """
 SCRATCH_ALIGNMENT_BYTES = 256
-"""Arrays cut from scratch memory begin where allocators of GPUs let arrays begin, so that loads stay as wide."""
+"""Alignment of arrays in scratch memory, as that of GPU allocators, so that loads stay as wide."""
 
 
 def arithmetic_on(device: Device, host: Kernels) -> Arithmetic:
-    """Sums and updates on the device; all else is the host's."""
+    """Sums and updates on the device; all other kernels are those of the host."""
     return Arithmetic(offloaded(device, host), partial(DeviceUpdater, device=device))
 
 
@@ -57,10 +57,10 @@ class DeviceUpdater:
 
     Args:
         optimizer: the rule and its numbers.
-        device: where weights and states rest.
+        device: the device that holds weights and states.
 
     Raises:
-        DeviceError: the rule cannot run there.
+        DeviceError: the rule cannot run on the device.
     """
 
     def __init__(self, optimizer: Optimizer, device: Device) -> None:
@@ -73,7 +73,7 @@ class DeviceUpdater:
 
     @property
     def states(self) -> Mapping[Hashable, SliceState]:
-        """See `SliceUpdater`. Each is downloaded when it is asked for."""
+        """See `SliceUpdater`. Each state is downloaded when it is read."""
         return _DownloadedStates(self._updater.states, self._device)
 
     def update_together(
@@ -87,8 +87,8 @@ class DeviceUpdater:
         """See `SliceUpdater`. The contributions to all pieces are on the device at once, for rules that need norms.
 
         Raises:
-            TypeError, ValueError: as there.
-            DeviceError: the device has failed, and nothing is known of what is there.
+            TypeError, ValueError: as in `SliceUpdater`.
+            DeviceError: the device has failed, and its weights and states are undefined.
         """
         for piece in pieces:
             check_arrays(piece, dtype)
@@ -107,7 +107,7 @@ class DeviceUpdater:
             self._residents[piece.index] = _Resident(piece.out, moved.out)
 
     def restore(self, index: Hashable, state: SliceState | None) -> None:
-        """See `SliceUpdater`. One upload of the state."""
+        """See `SliceUpdater`. Uploads the state once."""
         self._residents.pop(index, None)
         self._updater.restore(index, None if state is None else on_device(state, self._device))
 
@@ -126,7 +126,7 @@ class DeviceUpdater:
         self._updater.split(index, parts)
 
     def _uploaded(self, pieces: Sequence[Piece], dtype: DType) -> list[Piece]:
-        """The same pieces on the device, each to be updated in place. Weights there are taken out of `_residents`."""
+        """The pieces on the device, each to be updated in place. Removes their weights from `_residents`."""
         counts = [piece.weight.size for piece in pieces for _ in piece.contributions]
         scratch = iter(self._scratch.cut(counts, dtype.storage))
         there = []
@@ -150,9 +150,9 @@ class DeviceUpdater:
 
 
 def offloaded(device: Device, host: Kernels) -> Kernels:
-    """The host's kernels, but that long sums are made on the device.
+    """The host's kernels, except that the device computes long sums.
 
-    What came compressed is decoded on the host.
+    Compressed contributions are decoded on the host.
     """
     sources, sums = _Scratch(device), _Scratch(device)
 
@@ -176,14 +176,14 @@ def offloaded(device: Device, host: Kernels) -> Kernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Resident:
-    """A weight on the device, and the array of the host that it was published in."""
+    """A weight on the device, and the host array in which it was published."""
 
     host: Array
     array: Array
 
 
 class _Scratch:
-    """Memory of a device that is used again and again: each call gives what the call before gave."""
+    """Reused memory of a device: each call returns arrays in the memory of the call before."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -222,7 +222,7 @@ def require_runs_on(optimizer: Optimizer, device: Device) -> None:
     """Check that a device can run a rule.
 
     Raises:
-        DeviceError: it cannot; the message says why and what to do.
+        DeviceError: it cannot; the message has the reason and the remedy.
     """
     if not optimizer.on_host and device.runs(optimizer.equation(0.1, 0.0, 1)):
         return

@@ -1,13 +1,12 @@
-"""`Ballot`: what workers that update by themselves tell each other beside the gradients of a step.
+"""`Ballot`: data that workers with local updates exchange beside the gradients of a step.
 
-One more key of the same exchange, so it costs no message. Invariants:
+A ballot is a further key of the same exchange, so it costs no message. Its content:
 
-* For each parameter it has whether a worker had a gradient, as all must update the same parameters.
-* It has whether a worker averages, sums or weighs by samples, as all with gradients must do the same where no server
-  divides.
-* It has of how many examples each worker's gradients are, as far as that is known: in digits, since float32 keeps whole
-  numbers apart only up to 2**24, which a step of tokens passes. Their sum divides gradients that are weighted.
-* Every worker writes what its optimizer's numbers are into a place of its own, and all see alike whether they differ:
+* For each parameter, whether a worker had a gradient: all workers must update the same parameters.
+* Whether a worker averages, sums or weighs by samples: all with gradients must do the same where no server divides.
+* The number of examples of each worker's gradients, as far as it is known: in digits, since float32 keeps whole numbers
+  apart only up to 2**24, which a step of tokens exceeds. Their sum divides gradients that are weighted.
+* A digest of the optimizer's numbers in an element for each worker, so that all workers see whether the numbers differ:
   then each would make another step, and the weights would drift apart.
 """
 
@@ -24,24 +23,25 @@ from kvdist.naming import who_says_what
 from kvdist.optimizer.base import Optimizer, numbers_of
 
 DIGESTS = 1 << 20
-"""How many digests there are: whole numbers that float32 keeps apart, also divided by a number of workers."""
+"""Number of different digests: whole numbers that float32 keeps apart, also divided by a number of workers."""
 
 CONVENTIONS = 3
-"""Averages, sums, and gradients that are weighted by their samples."""
+"""Number of conventions: averages, sums, and gradients that are weighted by their samples."""
 
 DIGIT, DIGITS = 1 << 8, 4
-"""A number of examples, up to `SAMPLES_MAX`, is that many digits of this base. The sum of a digit over some thousand
-workers is exact, also divided by their number."""
+"""Base and number of the digits that encode a number of examples up to `SAMPLES_MAX`. The sum of a digit over some
+thousand workers is exact, also divided by their number."""
 
 
 class Ballot:
     """The ballots of a trainer.
 
     Args:
-        key: its key in the store.
+        key: key of the ballot in the store.
         optimizer: the optimizer, whose numbers must be the same on every worker.
-        parameters: how many parameters are trained.
-        rank, num_workers: of this worker, and how many there are.
+        parameters: number of trained parameters.
+        rank: rank of this worker.
+        num_workers: number of workers.
     """
 
     def __init__(self, key: int, optimizer: Optimizer, parameters: int, rank: int, num_workers: int) -> None:
@@ -58,10 +58,11 @@ class Ballot:
         """Return this worker's ballot.
 
         Args:
-            had: for each trained parameter whether there is a gradient here.
-            average: whether this worker averages. Without any gradient, as in a skipped step, it accepts everything.
+            had: for each trained parameter, whether this worker has a gradient.
+            average: whether this worker averages. Without any gradient, as in a skipped step, it votes for no
+                convention.
             is_weighted: whether its gradients were multiplied by `examples`; then it neither averages nor sums.
-            examples: of how many they are; 0 if that is not known.
+            examples: number of examples of the gradients; 0 if it is not known.
         """
         own = np.zeros((self._num_workers, 3), np.float32)
         own[self._rank] = self._digest(), self._optimizer.learning_rate, 1.0
@@ -71,21 +72,21 @@ class Ballot:
         return np.array([*had, *(takes_part * number for number in (*convention, *digits)), *own.ravel()], np.float32)
 
     def read(self, result: NDArray[np.float32]) -> tuple[list[bool], NDArray[np.float32]]:
-        """For each trained parameter whether any worker had a gradient; and how many average, sum and weigh.
+        """For each trained parameter whether any worker had a gradient; and the votes for each convention.
 
         Args:
-            result: all workers' ballots, summed or averaged.
+            result: the ballots of all workers, summed or averaged.
         """
         return (result[: self._parameters] > 0).tolist(), result[self._parameters : self._parameters + CONVENTIONS]
 
     def examples(self, result: NDArray[np.float32]) -> int:
-        """Of how many examples the gradients of all workers are."""
+        """Number of examples of the gradients of all workers."""
         begin = self._parameters + CONVENTIONS
         sums = result[begin : begin + DIGITS].astype(np.float64) / self.share(result)
         return sum(round(digit) * DIGIT**place for place, digit in enumerate(sums.tolist()))
 
     def share(self, result: NDArray[np.float32]) -> float:
-        """What part of the sums of all workers the result is: 1, or that of one worker if it is an average."""
+        """Factor between the sums of all workers and the result: 1, or 1 / number of workers if it is an average."""
         # Those that had gradients were all averaged or all summed; one that skips the step is averaged, and says 0.
         return float(self._said(result)[:, 2].max())
 
@@ -93,10 +94,10 @@ class Ballot:
         return result[self._parameters + CONVENTIONS + DIGITS :].reshape(-1, 3)
 
     def require_equal_numbers(self, result: NDArray[np.float32]) -> None:
-        """Compare the workers' optimizers; without any gradient nothing is updated, and they may differ.
+        """Compare the workers' optimizers; in a step without any gradient, which updates nothing, they may differ.
 
         Raises:
-            OptimizerMismatch: they have different numbers; all workers raise it.
+            OptimizerMismatch: the optimizers have different numbers; all workers raise it.
         """
         said = self._said(result)
         there = np.flatnonzero(said[:, 0])
@@ -117,7 +118,7 @@ class Ballot:
         )
 
     def _digest(self) -> int:
-        """Of all numbers that decide a step; never 0, which is the place of a worker that has left."""
+        """Digest of all numbers that decide a step; never 0, the element of a worker that has left."""
         live = self._optimizer
         tables = [sorted(map(repr, table.items())) for table in (live.lr_mult, live.wd_mult) if table]
         return 1 + zlib.crc32(repr([[vars(live)[name] for name in self._names], tables]).encode()) % (DIGESTS - 1)

@@ -28,18 +28,18 @@ Ids = npt.NDArray[np.int64]
 
 
 class _Batch(NamedTuple):
-    """What a forward pass looks up."""
+    """The lookups of a forward pass."""
 
     ids: torch.Tensor
-    """int64, as they were given."""
+    """Row ids, int64, as in the call."""
     unique: torch.Tensor
-    """Each of them once, ascending."""
+    """Each id once, ascending."""
     places: torch.Tensor
-    """Where among those each id is; of the shape of `ids`."""
+    """Position of each id in `unique`; of the shape of `ids`."""
     order: torch.Tensor
-    """Which ids of the flat batch are the first row, the second and so on; each row's in the order given."""
+    """Positions in the flat `ids`, sorted by id; positions of the same id in ascending order."""
     starts: torch.Tensor
-    """Where in `order` each row's begin."""
+    """Index in `order` of the first position of each id of `unique`."""
 
     @property
     def rows(self) -> Ids:
@@ -49,7 +49,7 @@ class _Batch(NamedTuple):
 
 
 class _Lookup(torch.autograd.Function):
-    """`torch.nn.functional.embedding`. Its own backward pass on a CPU takes longer for the same sums."""
+    """`torch.nn.functional.embedding` with a backward pass that is faster on a CPU, for the same sums."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, batch: _Batch) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Embedding(torch.nn.Module):
         made.init(key, declared)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Embedding:
-        """Another layer of the same table: rows are not copied, and what waits for `step` stays with this one."""
+        """Another layer of the same table. Rows are not copied; gradients waiting for `step` stay with this layer."""
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         fresh = {"_store": self._store, "_used": [], "_wanted": None, "_coming": None}
@@ -209,8 +209,8 @@ class Embedding(torch.nn.Module):
 
         Raises:
             OptimizerMismatch: only some workers pass `samples`.
-            ValueError: a number is not positive, or both are passed; or the store has no optimizer, so that gradients
-                would replace the table.
+            ValueError: a number is not positive, or both numbers are set; or the store has no optimizer, so that
+                gradients would replace the table.
         """
         if not self._store.has_optimizer:
             raise ValueError(
@@ -235,7 +235,7 @@ class Embedding(torch.nn.Module):
         self._ask()
 
     def _gradient(self, grads: list[tuple[Ids, torch.Tensor]], batch_size: float | None) -> RowSparse | None:
-        """What is pushed: None if no backward pass has reached a row."""
+        """The gradient to push; None if no backward pass has reached a row."""
         if not grads:
             return None
         ids = np.concatenate([ids for ids, _ in grads]) if len(grads) > 1 else grads[0][0]
@@ -254,7 +254,7 @@ class Embedding(torch.nn.Module):
             self._coming = wanted, self._store.row_sparse_pull_async(self.key, row_ids=wanted.rows)
 
     def _batch_of(self, ids: torch.Tensor) -> _Batch:
-        """What these ids look up: what `prefetch` has made of them, or else made now."""
+        """The lookups of these ids: the batch that `prefetch` has prepared for the same ids, else a new batch."""
         if self._coming is not None:
             batch = self._coming[0]
             if batch.ids.device == ids.device and torch.equal(batch.ids, ids):
@@ -266,7 +266,7 @@ class Embedding(torch.nn.Module):
         return _Batch(ids, unique, places.view(ids.shape), order, counts.cumsum(0) - counts)
 
     def _rows(self, batch: _Batch) -> torch.Tensor:
-        """The current values of the rows of a batch, in memory of their own."""
+        """A new tensor with the current values of the rows of a batch."""
         coming, self._coming = self._coming, None
         if coming is not None and np.array_equal(coming[0].rows, batch.rows):
             pulled = coming[1].result()

@@ -2,7 +2,7 @@
 
 Every torch tensor counts the operations that wrote to it. Invariants:
 
-* If the count of a weight that the store updates has moved since the last step, the next pull would silently undo the
+* If the count of a weight that the store updates has changed since the last step, the next pull would silently undo the
   change: an error.
 * A gradient is *stale* if it is the tensor, at the count, that the last step used: no backward pass came in between.
 * Writes past the counter (``weight.data``, NumPy on its memory) are not noticed.
@@ -41,7 +41,7 @@ class Watch:
     """The version counters of weights and gradients after the last step.
 
     Args:
-        parameters: the trained ones.
+        parameters: the trained parameters.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -50,12 +50,12 @@ class Watch:
         self._replicas = [replica for parameter in parameters for replica in parameter.replicas]
         self._places = [(i, device) for i, one in enumerate(parameters) for device in range(len(one.replicas))]
         self._weights: list[int] = []
-        """The version of each replica; empty where the store does not update."""
+        """Version counter of each replica; empty if the store does not update."""
         self._taken: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
-        """Per replica the gradient that the last step used, and its version then."""
+        """Gradient of each replica that the last step used, and its version counter at that step."""
 
     def note_weights(self) -> None:
-        """Remember the weights; from now on only the trainer may write to them."""
+        """Record the version counters of the weights; from now on only the trainer may write to them."""
         self._weights = [replica._version for replica in self._replicas]
 
     def changed(self) -> list[str]:
@@ -67,15 +67,15 @@ class Watch:
         return list(dict.fromkeys(changed))
 
     def note_grads(self) -> None:
-        """Remember the current gradients as used."""
+        """Record the current gradients as used."""
         grads = [replica.grad for replica in self._replicas]
         self._taken = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def grads(self, on_stale: Stale) -> list[list[torch.Tensor] | None]:
-        """For each parameter its gradients; None without one.
+        """For each parameter its gradients; None for a parameter without a gradient.
 
         Raises:
-            RuntimeError: one is stale, and `on_stale` is `REFUSE`.
+            RuntimeError: a gradient is stale, and `on_stale` is `REFUSE`.
         """
         left_out = self.left_out(on_stale)
         grads: list[list[torch.Tensor] | None] = [parameter.grads() for parameter in self._parameters]
@@ -92,10 +92,10 @@ class Watch:
         ]
 
     def left_out(self, on_stale: Stale) -> set[Place]:
-        """The places of gradients to ignore.
+        """The places of stale gradients; none with `Stale.USE`.
 
         Raises:
-            RuntimeError: one is stale, and `on_stale` is `REFUSE`.
+            RuntimeError: a gradient is stale, and `on_stale` is `REFUSE`.
         """
         stale = set() if on_stale is Stale.USE else self._stale()
         if on_stale is Stale.REFUSE:
@@ -103,14 +103,14 @@ class Watch:
         return stale
 
     def refuse(self, stale: set[Place], consequence: str) -> None:
-        """Raise if there are stale gradients.
+        """Raise if any gradient is stale.
 
         Args:
-            stale: their places.
-            consequence: what happened to this step, for the message.
+            stale: places of the stale gradients.
+            consequence: effect on this step, for the message.
 
         Raises:
-            RuntimeError: there are some.
+            RuntimeError: `stale` is not empty.
         """
         if stale:
             names = [self._parameters[position].label for position in sorted({position for position, _ in stale})]
@@ -137,11 +137,11 @@ def refuse_changed(changed: list[str], consequence: str) -> None:
     """Raise if weights of the store were changed.
 
     Args:
-        changed: their names.
-        consequence: what happened to this step, for the message.
+        changed: names of the changed weights.
+        consequence: effect on this step, for the message.
 
     Raises:
-        RuntimeError: there are some.
+        RuntimeError: `changed` is not empty.
     """
     if changed:
         raise RuntimeError(
@@ -153,13 +153,13 @@ def refuse_changed(changed: list[str], consequence: str) -> None:
 
 
 def refuse_untrained(parameters: Sequence[Parameter]) -> None:
-    """Raise if a parameter that was frozen when the trainer was made has a gradient, which would have no effect.
+    """Raise if a parameter that was frozen at the trainer's creation has a gradient, which would have no effect.
 
     Args:
-        parameters: the ones that were frozen.
+        parameters: the frozen parameters.
 
     Raises:
-        RuntimeError: one has a gradient.
+        RuntimeError: a parameter has a gradient.
     """
     names = [
         one.label
@@ -189,16 +189,16 @@ def refuse_nonfinite(
     rank: int,
     devices: Devices,
 ) -> None:
-    """Refuse gradients that are not finite, in one pass over their bytes and one wait for each GPU.
+    """Refuse gradients that are not finite, in a single pass over their bytes and a single wait for each GPU.
 
     Args:
         trained: keys and parameters.
-        grads: for each of them its gradients, one per device.
-        rank: of this worker, for the message.
+        grads: for each parameter its gradients, a tensor per device.
+        rank: rank of this worker, for the message.
         devices: the GPUs that are used.
 
     Raises:
-        FloatingPointError: one is not finite; the message names the worker and the parameter.
+        FloatingPointError: a gradient is not finite; the message names the worker and the parameter.
     """
     if _all_on_gpus_finite([grad for given in grads for grad in given or ()], devices):
         return
@@ -215,7 +215,7 @@ def refuse_nonfinite(
 
 
 def _all_on_gpus_finite(grads: Sequence[torch.Tensor], devices: Devices) -> bool:
-    """Whether all gradients are on GPUs and finite; others are checked one by one."""
+    """Whether all gradients are on GPUs and finite; if not, the caller checks each gradient."""
     together: dict[tuple[int, DType], list[OnDevice]] = {}
     for grad in grads:
         dtype = values.describe(grad)[1]

@@ -2,10 +2,10 @@
 
 Invariants:
 
-* Before each step every worker says on a store of its own whether it makes the step, is done, or has left by an error.
-  So all know alike whether there is a step, and raise together if one has left.
-* A worker that is done takes part without gradients. Where the workers update, it first takes all of the optimizer's
-  numbers from the lowest rank that makes the step, because its own schedule has stopped: the weights stay equal.
+* Before each step every worker announces, in a store of the `Join`, whether it makes the step, is done, or has left by
+  an error. So all workers agree whether a step follows, and raise together if a worker has left.
+* A worker that is done takes part without gradients. If the workers update, it first takes all of the optimizer's
+  numbers from the lowest rank that makes the step, because its schedule has stopped: the weights stay equal.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ STATE = NamedKey(0, "who makes the next step within trainer.join()")
 NUMBERS = NamedKey(1, "the optimizer's numbers within trainer.join()")
 
 RULE_BYTES = 4096
-"""The longest description of a rule as JSON: some twenty short numbers, and a text of `TEXT_BYTES_MAX`, escaped."""
+"""Length of the longest rule as JSON: some twenty short numbers, and a text of `TEXT_BYTES_MAX`, escaped."""
 
 
 class NextStep(enum.IntEnum):
-    """What a worker says before a step."""
+    """State that a worker announces before a step."""
 
     LEFT = -1
     DONE = 0
@@ -40,12 +40,12 @@ class NextStep(enum.IntEnum):
 
 
 class Join:
-    """One `kvdist.Trainer.join` block.
+    """A `kvdist.Trainer.join` block.
 
     Args:
-        store: one that nothing else uses, of the trainer's workers.
-        live: the optimizer, where the workers update; None where the store does.
-        keys: how many parameters there are.
+        store: a store of the trainer's workers, used by this object only.
+        live: the optimizer, if the workers update; None if the store does.
+        keys: number of parameters.
 
     Raises:
         InitMismatch: the workers update with different numbers.
@@ -63,13 +63,16 @@ class Join:
         store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(RULE_BYTES + 2 * keys)])
 
     def meet(self, part: NextStep) -> bool:
-        """Say what this worker does in the next step, and hear the others.
+        """Exchange the states of all workers before the next step.
+
+        Args:
+            part: state of this worker.
 
         Returns:
             Whether any worker makes the step.
 
         Raises:
-            RuntimeError: a worker has left the block by an error. All others raise it.
+            RuntimeError: a worker has left the block by an error. All other workers raise it.
         """
         parts = np.zeros(self._store.num_workers)
         parts[self._store.rank] = part
@@ -88,7 +91,7 @@ class Join:
         return bool(len(stepping))
 
     def leave(self) -> None:
-        """Tell the others that this worker leaves by an error, unless they have left themselves."""
+        """Announce that this worker leaves by an error, unless another worker has left by an error before."""
         if not self._has_ended:
             with contextlib.suppress(KvdistError):  # the error that is on its way says more
                 self.meet(NextStep.LEFT)
@@ -110,7 +113,7 @@ class Join:
 
 
 def _rule_of(live: Optimizer) -> dict[str, Value]:
-    """What two workers must have alike to update alike, but for the multipliers."""
+    """Numbers of the optimizer, without multipliers, that must be equal for workers to make equal updates."""
     return {name: vars(live)[name] for name in numbers_of(type(live)) if name != "rescale_grad"}
 
 

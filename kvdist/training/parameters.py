@@ -2,10 +2,10 @@
 
 Invariants:
 
-* Invalid parameters are refused when the trainer is made, by name and with a remedy.
+* Invalid parameters are refused at the trainer's creation, by name and with a remedy.
 * A lazy parameter (`torch.nn.LazyLinear`) has no shape before a forward pass; it is checked when training begins.
-* What is the same parameter on all workers is told by its name, or without names by its place.
-* A parameter is one tensor, or a list of replicas, one per device; every parameter has the same number of replicas.
+* A parameter is identified across workers by its name, or without names by its position.
+* A parameter is a tensor, or a list of replicas, a tensor per device; every parameter has the same number of replicas.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _GROUP_ADVICE = {
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """One parameter: its replicas, and whether it is trained or only kept equal to rank 0's."""
+    """A parameter: its replicas, and whether it is trained or only kept equal to the value of rank 0."""
 
     name: str
-    """The user's, or ``parameter 7``."""
+    """Name by the user, or ``parameter 7``."""
     is_named: bool
-    """Whether it is the user's."""
+    """Whether the name is by the user."""
     replicas: list[torch.Tensor]
     trained: bool
     group: Mapping[str, Any]
     _filled: list[torch.Tensor] = field(default_factory=list)
-    """Replicas whose gradients `fill_grads` has made."""
+    """Replicas whose gradients are zeros from `fill_grads`."""
 
     @property
     def label(self) -> str:
-        """What messages call it: ``'layer1.weight'``, or without a name ``parameter 7 of shape (10, 4)``."""
+        """Name in messages: ``'layer1.weight'``, or without a name ``parameter 7 of shape (10, 4)``."""
         if self.is_named or self.is_lazy:
             return repr(self.name) if self.is_named else self.name
         return f"{self.name} of shape {tuple(self.replicas[0].shape)}"
 
     def grads(self) -> list[torch.Tensor] | None:
-        """The gradients of the devices that have one, sparse ones made dense; None if no device has one."""
+        """The gradients of all devices with a gradient, converted to dense; None if no device has a gradient."""
         for replica in self.replicas:
             if replica.grad is not None and replica.grad.is_sparse:
                 replica.grad = replica.grad.to_dense()
@@ -75,7 +75,7 @@ class Parameter:
 
     @property
     def carried(self) -> list[torch.Tensor]:
-        """What travels: the replicas, or their bytes where they are not trained and of a type that no key has."""
+        """Tensors that travel: the replicas, or their bytes if untrained and of a type that no key may have."""
         return self.replicas if self.trained or self.is_lazy else [_carried(replica) for replica in self.replicas]
 
     @property
@@ -90,7 +90,7 @@ class Parameter:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether it has no shape yet, as in torch's lazy modules."""
+        """Whether the parameter has no shape yet, as in torch's lazy modules."""
         from torch.nn.parameter import is_lazy
 
         return any(is_lazy(replica) for replica in self.replicas)
@@ -101,10 +101,10 @@ def collect(params: Any, entries: Collection[str] = GROUP_ENTRIES) -> list[Param
 
     Args:
         params: as for `kvdist.Trainer`.
-        entries: what a parameter group may have.
+        entries: names of the entries that a parameter group may have.
 
     Raises:
-        TypeError, ValueError: they cannot be trained, or not together.
+        TypeError, ValueError: a parameter cannot be trained, or the parameters cannot be trained together.
     """
     from torch.nn import Module
 
@@ -135,7 +135,7 @@ def require_shapes(parameters: Sequence[Parameter]) -> None:
     """Check the shapes of parameters that were lazy when they were collected.
 
     Raises:
-        RuntimeError: one has no shape yet.
+        RuntimeError: a parameter has no shape yet.
         ValueError, TypeError: as in `collect`.
     """
     lazy = [parameter.label for parameter in parameters if parameter.is_lazy]
@@ -149,14 +149,14 @@ def require_shapes(parameters: Sequence[Parameter]) -> None:
 
 
 def named_keys(parameters: Sequence[Parameter]) -> list[NamedKey]:
-    """The keys of all parameters, which say their names."""
+    """The keys of all parameters, with their names for messages."""
     return [NamedKey(key, parameter.label) for key, parameter in enumerate(parameters)]
 
 
 def identities(parameters: Sequence[Parameter]) -> NDArray[np.uint8] | None:
-    """(parameters, 16): what each is known by on all workers, its name; None if none has a name.
+    """Digest of each parameter's name, which identifies it on all workers: (parameters, 16); None without any names.
 
-    Of equal names each has a number besides, and one without a name has its place.
+    Equal names are numbered before the digest; a parameter without a name is identified by its position.
     """
     if not any(one.is_named for one in parameters):
         return None
@@ -170,10 +170,10 @@ def identities(parameters: Sequence[Parameter]) -> NDArray[np.uint8] | None:
 
 
 def reordered(own: NDArray[np.uint8], others: NDArray[np.uint8]) -> list[int]:
-    """The places of these `identities` in the order of others, which are the same ones.
+    """The positions of the `identities` of this worker in the order of worker 0's, which must be equal as sets.
 
     Raises:
-        InitMismatch: they are not.
+        InitMismatch: the identities differ.
     """
     places = {one.tobytes(): place for place, one in enumerate(own)}
     if places.keys() != {one.tobytes() for one in others}:
@@ -271,10 +271,10 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
 
 
 def _carried(replica: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes, which show its memory, if it is of a type that no key has.
+    """The tensor, or a view of its bytes if it is of a type that no key may have.
 
     Raises:
-        TypeError: it is of such a type, and its memory is not in one piece.
+        TypeError: the tensor is of such a type, and not contiguous.
     """
     if values.is_key_type(replica):
         return replica
@@ -284,7 +284,7 @@ def _carried(replica: torch.Tensor) -> torch.Tensor:
 
 
 Grads: TypeAlias = Sequence["list[Tensor] | None"]
-"""For each trained parameter its gradients, one per device; None without a gradient."""
+"""For each trained parameter its gradients, a tensor per device; None for a parameter without a gradient."""
 
 
 def divide(grads: Grads, divisor: float) -> None:

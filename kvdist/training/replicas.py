@@ -1,12 +1,12 @@
-"""Replicas of a network, one on each device of a worker, which a `Trainer` keeps equal; and the sync of buffers.
+"""Replicas of a network, a replica on each device of a worker, which a `Trainer` keeps equal; and the sync of buffers.
 
 Invariants:
 
-* The first replica is the caller's own network, moved as ``net.to(device)`` moves it. The others are copies.
+* The first replica is the caller's network itself, moved as ``net.to(device)`` moves it. The other replicas are copies.
 * Errors are raised before anything is moved or copied.
 * Parameters come in the order of the network, each once, as a list with its replica on every device: what a `Trainer`
-  takes. What is tied or frozen in the network is tied or frozen in every replica.
-* Buffers, such as BatchNorm's running statistics, are each device's own until `kvdist.sync_buffers` averages them.
+  takes. Parameters that are tied or frozen in the network are tied or frozen in every replica.
+* Buffers, such as BatchNorm's running statistics, differ between devices until `kvdist.sync_buffers` averages them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Replicas(Sequence["torch.nn.Module"]):
         return self._nets[0].state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state into all replicas. Once a step was made, call ``trainer.broadcast_parameters()`` afterwards.
+        """Load a state into all replicas. After the first step, call ``trainer.broadcast_parameters()`` afterwards.
 
         Raises:
             RuntimeError: as in torch, a name or a shape does not match the network. The first replica is checked first.
@@ -245,7 +245,7 @@ def _as_real(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _mean_over_devices(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """All members in one array of host memory; halves are added in float32."""
+    """The mean over devices of all members, as a flat tensor in host memory; halves are summed in float32."""
     import torch
 
     flats = [torch.cat([one.reshape(-1).cpu() for one in of_device]) for of_device in zip(*members, strict=True)]

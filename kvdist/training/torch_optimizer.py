@@ -1,20 +1,19 @@
-"""A trainer in the form of ``torch.optim.Optimizer``, for what talks to that class.
+"""A trainer in the form of ``torch.optim.Optimizer``, for code that expects that class.
 
-Schedulers of learning rates, `torch.amp.GradScaler`, and frameworks around a training loop work with it. Rules that
-hold here:
+Schedulers of learning rates, `torch.amp.GradScaler`, and frameworks around a training loop work with it. Invariants:
 
 * A group's ``lr`` and ``weight_decay`` are those of the next step, changed by the user or by a scheduler.
-* So is its ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, where the weights are updated in this
-  process; servers would never learn of it, so there a change is an error. All groups have the same.
-* The other numbers of an optimizer cannot change, so they are not in the groups. A rule of torch has all its numbers
-  there, each group its own; but for ``lr`` and ``weight_decay`` they change as ``momentum`` does.
-* With an optimizer of torch that the user gave the `Trainer`, the groups are that optimizer's own, so its schedulers
-  act. Its steps and its state are the trainer's, so its own methods for these raise.
-* What changed last counts: a group's number, or the trainer's. Both are looked at when a step begins.
+* So is its ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, if the weights are updated in this
+  process. Servers would never learn of the change, so with them it is an error. All groups have the same value.
+* The other numbers of an optimizer cannot change, so they are not in the groups. With a rule of torch each group has
+  all its numbers; all but ``lr`` and ``weight_decay`` change as ``momentum`` does.
+* With an optimizer of torch as argument of the `Trainer`, the groups are those of that optimizer, so its schedulers
+  act. Its steps and its state are the trainer's, so its methods for these raise.
+* The latest change counts: of a group's number, or of the trainer's. Both are compared when a step begins.
 * A step that `GradScaler` skips on one worker is not skipped: the worker takes part without gradients, so the others
   do not wait for it.
-* ``state_dict()`` has the optimizer's state in torch's format, wherever it is kept. Many programs call it on rank 0
-  alone, so no other worker takes part. ``load_state_dict()`` is called on every worker, as under
+* ``state_dict()`` has the optimizer's state in torch's format, from servers or this process. Many programs call it on
+  rank 0 alone, so no other worker takes part. ``load_state_dict()`` is called on every worker, as under
   DistributedDataParallel.
 """
 
@@ -56,7 +55,7 @@ TORCH_NAMES: Mapping[str, Mapping[str, str]] = {
     "adadelta": {"gradients": "square_avg", "steps": "acc_delta"},
     "rmsprop": {"squares": "square_avg", "mean": "grad_avg", "delta": "momentum_buffer"},
 }
-"""Torch's names of the states of rules that it has too; other names stay."""
+"""Torch's names of the states, for rules that torch has too; other names stay."""
 STEP, MASTER = "step", "master"
 
 
@@ -64,29 +63,29 @@ class Steps(Protocol):
     """The step function of a trainer."""
 
     def __call__(self, *, skip: bool) -> None:
-        """Make a step, or take part in one without gradients."""
+        """Make a step, or with `skip` take part in a step without gradients."""
 
 
 class TorchOptimizer(torch.optim.Optimizer):
     """The result of `kvdist.Trainer.as_torch_optimizer`.
 
     Args:
-        parameters: the trainer's.
+        parameters: parameters of the trainer.
         live: the optimizer whose hyper-parameters travel with each step.
         take_step: makes a step.
         gather: returns the optimizer's state of each trained parameter.
         replace: replaces those states.
         overlaps: whether gradients leave during the backward pass.
-        given: the user's own optimizer of torch, whose groups count; or None.
+        given: an optimizer of torch by the user, whose groups count; or None.
 
     Raises:
-        ValueError: the optimizer has a schedule of its own; or `given` has other parameters than the trainer, hooks, or
+        ValueError: the optimizer has an ``lr_scheduler``; or `given` has other parameters than the trainer, hooks, or
             another trainer.
     """
 
     _step_supports_amp_scaling = True
-    """Asks `GradScaler` to call `step` in any case. For the call it sets two attributes: ``found_inf``, more than 0 if
-    this worker's gradients are not finite, and ``grad_scale``, what they are still multiplied by, or None."""
+    """Flag for `GradScaler` to call `step` in any case. For the call it sets two attributes: ``found_inf``, more than 0
+    if this worker's gradients are not finite, and ``grad_scale``, the factor that they still contain, or None."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._declared = [parameters[keys[0]].group if keys else {} for keys in self._keys]
         self._is_complete = False
         self._told: list[dict[str, Any]] | None = None
-        """The numbers of each group that the rule of torch has."""
+        """Numbers of each group when the rule of torch last took them, without rate and decay; None before that."""
         own = {"lr": live.learning_rate, "weight_decay": live.wd, **self._momentum()}
         defaults = live.words() if isinstance(live, TorchRule) else own  # OneCycleLR looks there for the momentum
         super().__init__(self._own_groups() if given is None else [dict(one) for one in given.param_groups], defaults)
@@ -125,10 +124,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._take_over(given)
 
     def rekey(self, key_of: Mapping[int, int]) -> None:
-        """Follow the trainer's parameters, which have other keys now.
+        """Adopt new keys of the trainer's parameters.
 
         Args:
-            key_of: the new keys by the old ones.
+            key_of: old key → new key.
         """
         self._key_of = {id(parameter): key for key, parameter in enumerate(self._parameters)}
         self._keys = [[key_of[key] for key in keys] for keys in self._keys]
@@ -148,7 +147,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         ]
 
     def _take_over(self, given: torch.optim.Optimizer) -> None:
-        """Share the groups of the user's optimizer, go on from its state, and refuse what would now be lost."""
+        """Share the groups of the user's optimizer, go on from its state, and disable its methods for both."""
         self.param_groups = given.param_groups
         if _refuse_step in given._optimizer_step_pre_hooks.values():
             raise ValueError("the optimizer belongs to another Trainer: make an optimizer for each Trainer")
@@ -170,7 +169,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         _refuse_copy()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse further groups: a trainer's parameters are fixed when it is made.
+        """Refuse further groups: a trainer's parameters are fixed at its creation.
 
         Raises:
             RuntimeError: always, except within torch's constructor.
@@ -188,7 +187,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             closure: computes gradients and returns the loss; called once, before they are sent.
 
         Returns:
-            What `closure` returned.
+            The return value of `closure`.
 
         Raises:
             RuntimeError: a `GradScaler` calls it, and gradients leave during the backward pass.
@@ -220,16 +219,17 @@ class TorchOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Groups and state, as of torch's optimizers: ``{'state': {0: {'step': …, 'exp_avg': …}}, 'param_groups': …}``.
 
-        The state is what the optimizer remembers of each parameter that a step has updated, gathered from the servers
-        where they update, in tensors on the host: ``step``, how many updates it has had; arrays of the parameter's
-        shape (for a rule by rows of its rows), by torch's names where torch has the rule, in kvdist's sense (see
-        docs/optimizers.md); and ``master``, the float32 weight behind a half one. A parameter with replicas has one.
+        The state covers each parameter that a step has updated, gathered from the servers if they update, in tensors on
+        the host: ``step``, the number of its updates; arrays of the parameter's shape (for a rule by rows of its rows),
+        by torch's names where torch has the rule, in kvdist's sense (see docs/optimizers.md); and ``master``, the
+        float32 weight behind a half weight. A parameter with replicas has a single state.
 
-        Call it on any worker, between two steps; the others need not. In ``dist_async`` their steps go on meanwhile.
+        Call it on any worker, between two steps; no other worker takes part. In ``dist_async`` their steps go on
+        meanwhile.
 
         Raises:
-            RuntimeError: gradients of a step have been sent (``overlap=True``) that has not been made.
-            NotImplementedError: the store is one of your own.
+            RuntimeError: gradients of the next step have been sent already (``overlap=True``).
+            NotImplementedError: the store is a custom store.
         """
         states = zip(self._trained(), self._gather(), strict=True)
         of_torch = {one.replicas[0]: self._to_torch(one, state) for (_, one), state in states if state is not None}
@@ -240,7 +240,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             self.state = defaultdict(dict)  # it would be old after the next step
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned: groups and state, with the same bits.
+        """Go on from a result of `state_dict`: groups and state, with the same bits.
 
         Call it on every worker, with the same content. Before the first step it takes effect with that step; later it
         returns when all workers have called it.
@@ -248,7 +248,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is of another optimizer, of other parameters or other shapes. Nothing has changed.
             RuntimeError: a lazy module has no shape yet.
-            InitMismatch: workers loaded different states, or some of them none; in the first step, or here after it.
+            InitMismatch: workers loaded different states, or some of them none. Before the first step, that step raises
+                it instead.
         """
         require_shapes(self._parameters)
         states = self._from_torch(state_dict.get("state", {}))
@@ -267,7 +268,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return [(index_of[id(one)], one) for one in self._parameters if one.trained]
 
     def _names(self) -> tuple[list[str], list[str]]:
-        """What the arrays and the numbers of a state are called in torch."""
+        """Torch's names of the arrays and of the numbers of a state."""
         names = TORCH_NAMES.get(self._live.name, {})
         arrays, numbers = self._live.state_names, self._live.initial_scalars
         return [names.get(name, name) for name in arrays], [names.get(name, name) for name in numbers]
@@ -333,14 +334,14 @@ class TorchOptimizer(torch.optim.Optimizer):
         return SliceState(int(count), fresh.arrays, scalars, fresh.master) if count else None
 
     def tell(self, updates_here: bool) -> None:
-        """Synchronise hyper-parameters between the groups and the optimizer; the ones that changed win.
+        """Synchronise hyper-parameters between the groups and the optimizer; changed values win.
 
         Args:
             updates_here: whether the weights are updated in this process.
 
         Raises:
             ValueError: the groups differ in momentum, or it has changed and the weights are updated on the store; or
-                the given optimizer has got a hook since.
+                a hook was registered on the user's optimizer.
         """
         if self._given is not None:
             _refuse_hooks(self._given)
@@ -362,7 +363,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._seen[number] = self._of_groups(number)
 
     def follow(self) -> None:
-        """Take the optimizer's numbers into the groups, where they were changed by another worker."""
+        """Copy the optimizer's numbers, which another worker has changed, to the groups."""
         for keys, group in zip(self._keys, self.param_groups, strict=True):
             if isinstance(self._live, TorchRule) and keys:
                 group.update(self._live.for_key(keys[0]).words())
@@ -386,7 +387,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         setattr(self._live, table, {key: factor for key, factor in multipliers.items() if factor != 1.0})
 
     def _tell_rule(self, live: TorchRule, updates_here: bool) -> None:
-        """Give a rule of torch what has changed in the groups, but for rate and decay."""
+        """Apply changed numbers of the groups to a rule of torch, except rate and decay."""
         if len(self.param_groups) != len(self._keys):
             raise ValueError("a parameter group was added after the Trainer was made; make another Trainer with all")
         rules = [live.for_key(keys[0]) if keys else live for keys in self._keys]
@@ -415,7 +416,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._told = told
 
     def _momentum(self) -> dict[str, Any]:
-        """What of a group the optimizer's momentum is, by torch's word; empty where it has none."""
+        """The optimizer's momentum as entries of a group, by torch's names; empty for an optimizer without momentum."""
         live = vars(self._live)
         if "momentum" in live:
             return {"momentum": live["momentum"]}
@@ -467,7 +468,7 @@ def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer
     """The keys of each group of an optimizer of torch.
 
     Raises:
-        ValueError: it has not the trainer's parameters.
+        ValueError: the optimizer has other parameters than the trainer.
     """
     key_of = {id(one.replicas[0]): key for key, one in enumerate(parameters)}
     members = [[key_of.get(id(tensor)) for tensor in group["params"]] for group in given.param_groups]
@@ -513,11 +514,11 @@ def _refuse_own(method: str, instead: str) -> NoReturn:
 
 
 def base_and_factors(numbers: Sequence[float], declared: Sequence[float]) -> tuple[float, list[float]]:
-    """One number and a factor for each group that give the groups' numbers.
+    """A base number and a factor for each group, whose products are the groups' numbers.
 
     Args:
-        numbers: of the groups, at least 0.
-        declared: the factors that the user gave the groups; kept where they fit.
+        numbers: number of each group, at least 0.
+        declared: factors that the user has set for the groups; kept where they fit.
     """
     base = max((number / factor for number, factor in zip(numbers, declared, strict=True) if factor > 0), default=0.0)
     base = base or max(numbers)
@@ -528,6 +529,6 @@ def base_and_factors(numbers: Sequence[float], declared: Sequence[float]) -> tup
 
 
 def _shaped(array: Array, shape: torch.Size) -> torch.Tensor:
-    """The array as a tensor that shows it; of one dimension if it has one element for each row."""
+    """A view of the array as a tensor of this shape; one-dimensional if the numbers of elements differ."""
     tensor = torch.from_numpy(array)
     return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor

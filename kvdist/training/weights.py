@@ -1,4 +1,4 @@
-"""The weights of a trainer that this process updates, or that show the memory of servers."""
+"""Weights of a trainer that this process updates, or that are views of the servers' memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvdist.training.parameters import Parameter
 
 
 class SharedWeights:
-    """The parameters that show servers' memory, and whether the user's code has changed them.
+    """The parameters that are views of servers' memory, and whether the user's code has changed them.
 
     Args:
-        parameters: the trained ones, each with one replica.
+        parameters: the trained parameters, each with a single replica.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
         self._versions: list[int | None] = [None] * len(parameters)
-        """torch's version counter at the last step; None for a parameter with memory of its own."""
+        """Version counters of torch at the last step; None for a parameter that is no view of servers' memory."""
         self._changed: list[str] = []
 
     def require_unchanged(self) -> None:
         """Refuse weights that were written to since the last step.
 
         Raises:
-            RuntimeError: some were, and `own` was not called since.
+            RuntimeError: a weight was changed, and `own` was not called since.
         """
         self._changed = self._changed or [
             parameter.label
@@ -49,7 +49,11 @@ class SharedWeights:
             )
 
     def take(self, shown: Sequence[Any]) -> None:
-        """Show a step's results: per parameter a tensor with its new value, or None if it was written in place."""
+        """Make parameters views of a step's results.
+
+        Args:
+            shown: per parameter a tensor with its new value, or None if the value was written in place.
+        """
         for i, (parameter, tensor) in enumerate(zip(self._parameters, shown, strict=True)):
             if tensor is None:
                 self._versions[i] = None
@@ -61,7 +65,7 @@ class SharedWeights:
             self._versions[i] = weight._version
 
     def own(self) -> None:
-        """Give every parameter memory of its own with its current value, including the user's changes."""
+        """Copy every parameter, including the user's changes, to private memory."""
         self._changed = []
         for i, parameter in enumerate(self._parameters):
             if self._versions[i] is not None:
@@ -75,13 +79,13 @@ def _weight(parameter: Parameter) -> torch.Tensor:
 
 
 class LocalUpdate:
-    """An optimizer that runs in this process, without a store or on the sums of one, with states for each device.
+    """An optimizer that runs in this process, on local gradients or on a store's sums, with states for each device.
 
-    A replica on a GPU is updated there, with its states beside it.
+    A replica on a GPU is updated on that GPU, which holds its states too.
 
     Args:
         optimizer: the rule and its hyper-parameters.
-        parameters: all, in the order of their keys, with the same number of replicas.
+        parameters: all parameters, in the order of their keys, with the same number of replicas.
         devices: the GPUs that are used; None reads the environment.
     """
 
@@ -93,11 +97,11 @@ class LocalUpdate:
 
     @property
     def updater(self) -> Updaters:
-        """The first device's; those of the others have the same states."""
+        """Updaters of the first device; the updaters of the other devices have the same states."""
         return self._updaters[0]
 
     def spread(self) -> None:
-        """Copy the first device's new states to the others."""
+        """Copy the states of the first device to the others."""
         for key in range(len(self._parameters)) if len(self._updaters) > 1 else ():
             state = self.updater.state_of(key)
             for other in self._updaters[1:]:
@@ -107,7 +111,7 @@ class LocalUpdate:
         """Update every replica that has a gradient, in place.
 
         Args:
-            parameters: with their keys.
+            parameters: pairs of key and parameter.
 
         Raises:
             TypeError, ValueError: a gradient does not fit its weight.

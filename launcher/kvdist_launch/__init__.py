@@ -1,6 +1,6 @@
 """Starts every process of a kvdist job and ends them all: the command ``kvdist-launch``.
 
-`plan` decides what runs, `job` decides when a job has failed and which processes are told to end; both are pure.
+`plan` decides which processes run, `job` when a job has failed and which processes must end; both are pure.
 `processes` and `supervisor` start and watch real processes. Of kvdist only a few light modules are imported, so the
 command starts in a few milliseconds.
 

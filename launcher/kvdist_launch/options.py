@@ -1,9 +1,9 @@
-"""The options of ``kvdist-launch``: one table, in the groups in which ``--help`` shows them.
+"""The options of ``kvdist-launch``, as a table in the groups in which ``--help`` shows them.
 
-Everything after the first word that is not an option belongs to the user's command, even if it looks like one of
-ours. argparse cannot promise that, so `split_command` cuts the command off before argparse sees the rest.
+Everything after the first word that is not an option belongs to the user's command, even if it looks like an option of
+the launcher. argparse cannot promise that, so `split_command` cuts the command off before argparse sees the rest.
 
-Each option's text becomes a value of the right type here, or an error that says what to write.
+This module converts each option's text to a value of the right type, or raises an error with the expected form.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """The values of all options in the launcher's own words.
+    """The values of all options in the launcher's part of the command line.
 
     Raises:
         SystemExit: argparse answered (``--help``, ``--version``) or refused the options.
@@ -57,7 +57,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def new_parser() -> Parser:
-    """The parser of the launcher's own words."""
+    """The parser of the launcher's part of the command line."""
     description = "Start a kvdist job: scheduler, servers, and workers that run COMMAND; with -s 0 workers alone."
     return grouped_parser("kvdist-launch", USAGE, description, EXAMPLES, GROUPS, OF_MXNET)
 
@@ -106,14 +106,14 @@ def _launcher(text: str) -> str:
 
 
 def target_of(options: argparse.Namespace) -> str:
-    """What starts the processes instead of this launcher, such as ``--emit sbatch``; empty if the launcher does."""
+    """The option by which another program starts the processes, such as ``--emit sbatch``; '' if the launcher does."""
     if options.emit is not None:
         return f"--emit {options.emit}"
     return f"--launcher {options.launcher}" if options.launcher in ("mpi", "slurm", "none") else ""
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own words and those of the user's command; a ``--`` between them is dropped."""
+    """The launcher's part of the command line, and the user's command; a ``--`` between them is dropped."""
     return split_words(words, VALUED_OPTIONS)
 
 
@@ -203,7 +203,7 @@ def to_interface(text: str) -> str:
 
 
 def matching(pattern: str, advice: str, kind: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """A parser of texts of one form, whose value is in the form's group; `advice` completes the error."""
+    """A parser of texts that match `pattern`, whose first group is the value; `advice` completes the error."""
 
     def parse(text: str) -> Any:
         match = re.fullmatch(pattern, text)
@@ -287,7 +287,7 @@ def valued(kind: Callable[[str], object], metavar: str, text: str, **settings: o
 
 
 def repeated(kind: Callable[[str], object], metavar: str, text: str) -> dict[str, Any]:
-    """The same for an option that may be given several times."""
+    """The arguments of `add_argument` for an option with a value that may be repeated."""
     return valued(kind, metavar, text, action="append")
 
 

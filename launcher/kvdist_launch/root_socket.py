@@ -1,7 +1,7 @@
 """The socket at which a job's root (scheduler or rank 0) will listen: bound before anything starts, and inherited.
 
-A free port that is found first and bound later can be taken in between. This one is bound first; the root inherits the
-descriptor (``KVDIST_LISTEN_FD``), and every process knows its port from the start.
+A free port that is chosen first and bound later can be taken in between. So the launcher binds the socket first; the
+root inherits the descriptor (``KVDIST_LISTEN_FD``), and every process knows the port from the start.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvdist.errors import ConfigError
 VARIABLE = "KVDIST_LISTEN_FD"
 
 BACKLOG = 4096
-"""All processes of a job dial at once."""
+"""Length of the queue of connections: all processes of a job dial at once."""
 LOOPBACK = "127.0.0.1"
 LOCAL_PORTS = range(1024, 65536)
-"""The choice if a port is only a part of the name of a file."""
+"""Range of ports for sockets of this machine, where a port is only a part of a file name."""
 LOCAL_TRIES = 100
 
 
 def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The ports to choose from, by ``KVDIST_PORT_RANGE``; none is any.
+    """The ports to choose from, by ``KVDIST_PORT_RANGE``; empty for any port.
 
     Raises:
         ConfigError: the variable is not a range of ports.
@@ -42,7 +42,7 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
 
     Args:
         host: the address, numeric.
-        ports: those to choose from; none leaves the choice to the system.
+        ports: ports to choose from; an empty sequence leaves the choice to the system.
 
     Raises:
         ConfigError: the address is not this machine's, or every port is taken.
@@ -69,11 +69,11 @@ def listening_here(ports: Sequence[int], is_local: bool) -> Iterator[socket.sock
     """The socket of the root of a job on this machine; closed and removed at the end.
 
     Args:
-        ports: those to choose from; none is any.
-        is_local: whether it is a file that only this user can reach, instead of a TCP port.
+        ports: ports to choose from; empty for any port.
+        is_local: whether the socket is a file that only this user can reach, instead of a TCP port.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the socket cannot be created.
     """
     if not is_local:
         with listen(LOOPBACK, ports) as made:
@@ -104,14 +104,14 @@ def _listen_at_file(ports: Sequence[int]) -> socket.socket:
 
 
 def port_of(listening: socket.socket) -> int:
-    """The port at which it listens."""
+    """The port of a listening socket."""
     if listening.family == socket.AF_UNIX:
         return port_of_local(f"{SCHEME}{listening.getsockname()}") or 0
     return int(listening.getsockname()[1])
 
 
 def turn_away(listening: socket.socket) -> None:
-    """Close the connections that came so far: checks of whether the port can be reached."""
+    """Close the connections that have arrived so far: checks whether the port can be reached."""
     listening.setblocking(False)
     try:
         while True:

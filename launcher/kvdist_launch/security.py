@@ -1,6 +1,6 @@
 """Whether a job encrypts its traffic, and the secret that its processes share.
 
-`security_of` decides for the whole job, by the option and the variables: what cannot be done as asked is an error,
+`security_of` decides for the whole job, by the option and the variables: a request that cannot be met is an error,
 never a weaker default. The secret is never in an argument, a variable or a log. Agents read it on their standard
 input; processes read it through ``KVDIST_SECRET_FILE``, which names a file in memory that lives only as long as the
 launcher or agent that started them.
@@ -44,7 +44,7 @@ class Security:
         return self.word == CURVE
 
     def secret_of_run(self) -> bytes | None:
-        """The secret for one run of the job: the user's, or a new one; None if nothing is encrypted."""
+        """The secret for a run of the job: that of the user, or a new random secret; None if nothing is encrypted."""
         return (self.secret or os.urandom(SECRET_BYTES)) if self.encrypts else None
 
 
@@ -62,13 +62,13 @@ def security_of(
     Args:
         option: the value of ``--security``.
         env: the variables that the user sets for the job.
-        environ: the launcher's own variables.
+        environ: environment of the launcher.
         leaves_machine: whether the job has processes on several machines.
         has_servers: whether it has servers.
-        makes_secret: the target, such as ``--emit kubernetes``, if that makes a secret itself and cannot take one.
+        makes_secret: the target, such as ``--emit kubernetes``, if it draws a secret itself and cannot use another.
 
     Raises:
-        ConfigError: what is asked for contradicts itself or cannot be done, or the secret cannot be used.
+        ConfigError: the requests contradict each other or cannot be met, or the secret cannot be used.
     """
     variables = {**environ, **env}
     word, path = SETTINGS[SECURITY].read(variables) or "", variables.get(VARIABLE) or ""
@@ -99,10 +99,10 @@ def security_of(
 class SecretFile:
     """A file in memory with the secret, which processes of the same user open by its path.
 
-    It has no name in any folder. It is gone when this process closes it or ends, even by SIGKILL.
+    It has no name in any folder. It vanishes when this process closes it or ends, even by SIGKILL.
 
     Args:
-        secret: its content.
+        secret: content of the file.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -119,5 +119,5 @@ class SecretFile:
         self._file.flush()
 
     def remove(self) -> None:
-        """Close it: the job is over."""
+        """Close the file at the end of the job."""
         self._file.close()

@@ -1,9 +1,9 @@
-"""How the launcher's commands begin, before they import what takes time, and how they end.
+"""Begin of the launcher's commands, before slow imports, and their end.
 
-What a process inherits (descriptors, signals, the umask, the folder) is looked at here, once, and put right for itself
-and for all that it starts; what its caller has chosen to ignore stays ignored. A SIGINT
-is not: a shell ignores it for what it starts in the background. Until anything has been started, a signal ends the
-process at once, with the exit code that a job would have.
+Inherited state (descriptors, signals, the umask, the folder) is checked once, and repaired for the process and its
+children. Signals that its caller has chosen to ignore stay ignored; an ignored SIGINT is no such choice, as a shell
+ignores it for background commands. Until any process has been started, a signal ends the command at once, with the exit
+code that a job would have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals by which the user or the system asks a job to end."""
 
 UMASK_MAX = 0o077
-"""A process can use the files that it makes."""
+"""Most restrictive umask: a process can use the files that it creates."""
 
 
 def is_ignored(number: int) -> bool:
@@ -26,7 +26,11 @@ def is_ignored(number: int) -> bool:
 
 
 class Beginning:
-    """Handles signals while a command, called `program` for people, has started nothing."""
+    """Signal handler of a command that has started no process yet.
+
+    Args:
+        program: name of the command in messages.
+    """
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -39,13 +43,13 @@ class Beginning:
 
 
 def begin(program: str) -> None:
-    """Begin a command: put right what it has inherited, and let signals end it while nothing has been started.
+    """Begin a command: repair inherited state, and let signals end it until it has started a process.
 
     Args:
-        program: its name, for people.
+        program: name of the command in messages.
 
     Raises:
-        SystemExit: its folder is gone.
+        SystemExit: the current folder was removed.
     """
     for number in INTERRUPTIONS:
         if not is_ignored(number):
@@ -54,20 +58,20 @@ def begin(program: str) -> None:
 
 
 def end(code: int) -> int:
-    """End a command with this exit code, which it returns: nothing is left that a signal could end."""
+    """Ignore further signals at the end of a command, and return its exit code."""
     for number in INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
 def inherit(program: str) -> None:
-    """Put right what this process has inherited, for itself and for what it starts.
+    """Repair inherited state of this process, for itself and its children.
 
     Args:
-        program: its name, for people.
+        program: name of the command in messages.
 
     Raises:
-        SystemExit: its folder is gone.
+        SystemExit: the current folder was removed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

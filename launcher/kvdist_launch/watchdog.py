@@ -1,11 +1,11 @@
-"""Ends a job's processes when the launcher itself was killed: a program, ``python watchdog.py``, and its other end.
+"""Ends a job's processes when the launcher itself was killed: a program, ``python watchdog.py``, and its client.
 
 A launcher that gets SIGKILL cannot clean up, and its workers may be computing or sleeping without ever noticing. The
 program reads lines from a pipe: ``group 4242`` is a process group that must not outlive the launcher, written as soon
-as it exists; ``gone 4242`` takes that back, as the number may become a stranger's; ``mark NAME=VALUE`` is in the
-environment of all processes of the job and of no others, and finds processes that were just being started or left their
-group. A launcher that ends in order kills the program. If the pipe ends before that, the processes get a moment to end
-as the scheduler tells them, then SIGTERM, then SIGKILL.
+as it exists; ``gone 4242`` revokes that, as the number may be reused; ``mark NAME=VALUE`` is in the environment of all
+processes of the job and of no others, and identifies processes that were just being started or left their group. A
+launcher that ends in order kills the program. If the pipe ends before that, the processes get a moment to end by order
+of the scheduler, then SIGTERM, then SIGKILL.
 
 The alternative, PR_SET_PDEATHSIG, needs code between fork and exec (slow, and unsafe beside threads), fires when the
 starting *thread* ends, and reaches no grandchildren. The program imports only modules that Python has loaded anyway.
@@ -19,14 +19,14 @@ import sys
 import time
 
 GRACE_S = 2.0
-"""For the scheduler, which sees the end of its standard input, to end the job in order."""
+"""Time for the scheduler, which sees the end of its standard input, to end the job in order."""
 
 TERMINATE_S = 1.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 
 
 class Watchdog:
-    """The launcher's end: starts the program, and names what must not outlive this process."""
+    """Client in the launcher: starts the program, and registers processes that must not outlive the launcher."""
 
     def __init__(self) -> None:
         import subprocess  # here, as the program itself does without
@@ -38,19 +38,19 @@ class Watchdog:
         )  # fmt: skip
 
     def watch(self, group: int) -> None:
-        """Name a process group that has been started."""
+        """Register a process group that has been started."""
         self._tell(f"group {group}")
 
     def forget(self, group: int) -> None:
-        """A group that was named is no more."""
+        """Remove a process group that has ended."""
         self._tell(f"gone {group}")
 
     def mark(self, name: str, value: str) -> None:
-        """Name a variable that all processes have that are started from now on."""
+        """Register a variable in the environment of all processes that are started from now on."""
         self._tell(f"mark {name}={value}")
 
     def dismiss(self) -> None:
-        """End the program, also one that is stopped: the job has ended in order."""
+        """End the program, even if it is stopped, after the job has ended in order."""
         self._popen.kill()
         self._popen.communicate()
 
@@ -63,7 +63,7 @@ class Watchdog:
 
 
 def main() -> int:
-    """Wait for the launcher's end, and end all that it named. Returns 1."""
+    """Wait for the launcher's end, and end the registered processes. Returns 1."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     text = b""
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def _marked(marks: list[bytes]) -> list[int]:
-    """The processes that have one of these assignments in their environment, where the system shows it."""
+    """Ids of the processes that have any of these assignments in their environment, if the system shows it."""
     found = []
     for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else ():
         try:

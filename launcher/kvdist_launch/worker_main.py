@@ -1,7 +1,7 @@
-"""A worker that calls one function; started with the argument OUT by `kvdist_launch.run`.
+"""A worker that calls a function; started with the argument OUT by `kvdist_launch.run`.
 
-The call comes by standard input. OUT is the descriptor of a pipe that only the two processes have; by it goes the
-result, or what was raised: a head of one line of JSON, then the result's bytes.
+The call arrives on standard input. OUT is the descriptor of a pipe between both processes, which carries the result or
+the exception: a header, which is a line of JSON, then the result's bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdist_launch.serialization import SerializationError, pack_result, unpack_
 
 
 def main(arguments: list[str]) -> int:
-    """Receive the call, run it, and send its result. Returns the exit code; what the function raises is raised."""
+    """Receive the call, run it, and send its result. Returns the exit code; exceptions of the function propagate."""
     outward = int(arguments[0])
     os.set_inheritable(outward, False)
     # An exception ends a worker as it ends a script; other hooks (a store has one) still run.
@@ -61,7 +61,7 @@ class _Reporter:
 
 
 def _below(trace: TracebackType | None) -> TracebackType | None:
-    """The trace from the user's function on, without frames of ours."""
+    """The part of a traceback from the user's function on, without outer frames of kvdist."""
     while trace is not None and trace.tb_frame.f_code is not _call.__code__:
         trace = trace.tb_next
     return None if trace is None else trace.tb_next
@@ -73,12 +73,12 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def _raised(name: str, text: str, exit_code: int) -> dict[str, Any]:
-    """The head for an exception; the process will end with this exit code, unless a thread keeps it from ending."""
+    """The header for an exception; the process will end with this exit code, unless a thread keeps it from ending."""
     return {"raised": name, "text": text, "exit_code": exit_code}
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As in Python: None is 0, and a text, which is printed, is 1."""
+    """Exit code of a `SystemExit`, as in Python: 0 for None, and 1 for a text, which is printed."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
