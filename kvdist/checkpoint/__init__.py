@@ -12,5 +12,5 @@ a part of their checksum in their names: a second attempt never writes over the 
 
 Modules, from the bottom: `snapshot` (the core's part, without files), `files` (atomic writes), `locks` (a single job
 for a folder), `format` (safetensors, manifest, data of workers), `shards` (data of a server, for any number of
-servers), `folders` (list, resolve, remove), `export`.
+servers), `folders` (list and find checkpoints, remove old ones, perform tasks), `export`.
 """

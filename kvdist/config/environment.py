@@ -1,8 +1,8 @@
 """Identity and settings of this process, from its environment, which no other module reads.
 
 A job with servers is described by kvdist's variables (``DMLC_*`` or ``KVDIST_*``). A job without servers may be started
-by other launchers, each with variables of a different form. The first launcher in `LAUNCHERS` that has any variable set
-counts, and it must have set all that are needed: half of a description is an error, never a guess.
+by other launchers, each with its set of variables. The first launcher in `LAUNCHERS` that has any variable set counts,
+and it must have set all that are needed: half of a description is an error, never a guess.
 
 Some launchers describe machines not at all, or not completely. The local and cross numbers are then assumed, and
 `placed` corrects them once the ranks have met and know each other's hosts.

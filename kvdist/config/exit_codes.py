@@ -25,7 +25,7 @@ EXIT_CONFIG = 2
 
 
 FRAMES_OF_OURS_MAX = 3
-"""Number of frames of kvdist in a traceback; only a frame for exceptions of `kvdist.errors`, whose text suffices."""
+"""Number of frames of kvdist in a traceback; a single frame for a `KvdistError`, whose text suffices."""
 INNER_MODULES = ("concurrent", "contextlib", "torch")
 """Modules whose frames count as frames of kvdist below a call by kvdist."""
 

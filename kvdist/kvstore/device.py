@@ -78,7 +78,7 @@ def brought(parts: Sequence[OnDevice], home: Device, dtype: DType) -> list[Array
 
 
 def summed(home: Device, parts: Sequence[OnDevice], dtype: DType, out: Array | None = None) -> OnDevice:
-    """The sum of parts on the GPU `home`, in a single pass. A single part is not copied unless `out` is an array."""
+    """The sum of parts on the GPU `home`, in a single pass. Without `out`, a single part on `home` is not copied."""
     arrays = brought(parts, home, dtype)
     if len(arrays) == 1 and out is None:
         return OnDevice(home, arrays[0])
@@ -195,7 +195,7 @@ class _Uploaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenThere:
-    """A result for an array on a GPU that the array's library writes: `Devices` cannot (not contiguous, for example).
+    """A result for an array on a GPU that the array's library writes, as for an array that is not contiguous.
 
     Args:
         array: the array into which the result is written.

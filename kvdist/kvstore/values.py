@@ -370,7 +370,7 @@ def kind_of(value: Any) -> str:
 
 
 def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
-    """An array or tensor of the kind with these bits: a view in host memory, a copy on a GPU."""
+    """An array or tensor of the kind with these bits: a view in host memory, a copy on a device."""
     if kind == "numpy":
         return bits.reshape(shape)
     library, _, device = kind.partition(":")

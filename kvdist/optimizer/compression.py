@@ -32,7 +32,7 @@ Octets = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Each element is sent as +`threshold`, -`threshold` or 0, so a push never sends more than the threshold of it."""
+    """Each element is sent as +`threshold`, -`threshold` or 0, so at most the threshold of it travels in a push."""
 
     encoding: ClassVar[Encoding] = Encoding.TWO_BIT
     threshold: float = 0.5

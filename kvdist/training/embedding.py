@@ -1,7 +1,8 @@
 """`Embedding`: a layer whose rows live on the servers, so a table may be larger than a worker's memory.
 
-`forward` pulls each row of the batch once and looks up in those; the backward pass computes their gradients; `step`
-pushes these, and requests the rows of the next batch if `prefetch` has named it. A worker holds only its batch's rows.
+`forward` pulls each row of the batch once and looks up ids in these rows; the backward pass computes their gradients;
+`step` pushes the gradients, and requests the rows of the next batch if `prefetch` has named it. A worker holds only its
+batch's rows.
 """
 
 from __future__ import annotations
@@ -182,9 +183,9 @@ class Embedding(torch.nn.Module):
         """Start to pull the rows that the next forward pass will look up.
 
         The request is sent at once, or, while gradients wait for `step`, after they are pushed; after a `step` that
-        precedes the pass, it is sent again. So the rows are those that `forward` would pull. Only a change by others,
-        such as a second layer with the same key or `load_checkpoint`, may be missed. A forward pass with other ids
-        pulls those.
+        precedes the pass, it is sent again. So the rows are those that `forward` would pull. Only a change from outside
+        this layer, such as by a second layer with the same key or by `load_checkpoint`, may be missed. A forward pass
+        with other ids pulls their rows.
 
         Args:
             ids: as in `forward`.
@@ -248,7 +249,7 @@ class Embedding(torch.nn.Module):
         return RowSparse(ids, values, self._shape)
 
     def _ask(self) -> None:
-        """Have the store send what `prefetch` has named."""
+        """Request the rows of the batch that `prefetch` has named."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._coming = wanted, self._store.row_sparse_pull_async(self.key, row_ids=wanted.rows)

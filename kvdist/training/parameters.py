@@ -170,7 +170,7 @@ def identities(parameters: Sequence[Parameter]) -> NDArray[np.uint8] | None:
 
 
 def reordered(own: NDArray[np.uint8], others: NDArray[np.uint8]) -> list[int]:
-    """The positions of the `identities` of this worker in the order of worker 0's, which must be equal as sets.
+    """The positions of this worker's `identities`, in the order of those of worker 0, which must be the same.
 
     Raises:
         InitMismatch: the identities differ.

@@ -151,7 +151,7 @@ def _devices(devices: Sequence[Any]) -> list[torch.device]:
 
 
 def _check(net: torch.nn.Module) -> None:
-    """Refuse what cannot be replicated."""
+    """Refuse an argument or a network that cannot be replicated."""
     import torch
     from torch.nn.parameter import is_lazy
 

@@ -224,7 +224,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         by torch's names where torch has the rule, in kvdist's sense (see docs/optimizers.md); and ``master``, the
         float32 weight behind a half weight. A parameter with replicas has a single state.
 
-        Call it on any worker, between two steps; no other worker takes part. In ``dist_async`` their steps go on
+        Call it on any worker, between two steps; the other workers need not. In ``dist_async`` their steps go on
         meanwhile.
 
         Raises:

@@ -74,7 +74,7 @@ def grouped_parser(
 
     Args:
         program, usage, description, examples: texts of ``--help``.
-        instead: options that the program does not have → what to write instead.
+        instead: options that the program does not have → advice on a replacement.
     """
     parser = Parser(
         prog=program,
@@ -93,7 +93,7 @@ def grouped_parser(
 
 
 OF_MXNET = {"--p3": "-x DMLC_PS_VAN_TYPE=p3, or kv.create('p3'), gives priority slices"}
-"""Options of MXNet's launcher that ``kvdist-launch`` does not have → what to write instead."""
+"""Options of MXNet's launcher that ``kvdist-launch`` does not have → advice on a replacement."""
 
 
 def _launcher(text: str) -> str:
