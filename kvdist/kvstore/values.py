@@ -93,7 +93,7 @@ def describe(value: Any) -> tuple[Shape, DType]:
     """Shape and element type of a NumPy array (a scalar has no dimensions), a torch tensor or an array on a GPU.
 
     Raises:
-        TypeError: the value is no such array, is sparse, has no elements in memory, or has an unsupported element type.
+        TypeError: the value is no such array, is sparse, or has an unsupported element type; or as in `require_whole`.
     """
     if not isinstance(value, _NUMPY) and is_tensor(value):
         torch = sys.modules["torch"]
