@@ -17,9 +17,9 @@ REFUSED = "refused: "
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
 """The kinds that add and remove a process set; the detail of the latter ends with the set's id."""
 REDUCTIONS = ("allreduce", "grouped allreduce")
-"""Kinds in which a rank that has joined takes part, with zeros of the signature's shapes."""
+"""Kinds in which a rank that is out of data (`join`) takes part with zeros, under an operator of `LINEAR_OPS`."""
 LINEAR_OPS = ("Sum", "Average")
-"""Reduction operators that allow it: the first word of the detail."""
+"""Reduction operators for which zeros of a rank out of data do no harm: the first word of the detail."""
 ASIDE = "\x1f"
 """Separates the compared part of a detail from text that is only shown, in which ranks may differ."""
 ALWAYS_AGREED = (JOIN, ADD_SET, REMOVE_SET)

@@ -324,7 +324,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
-        """New arrays like these: their means over the workers, or those of rank 0. They are no keys of the store."""
+        """New arrays like these: sums or means over the workers, or those of rank 0. They are no keys of the store."""
 
     @abc.abstractmethod
     def meet(self, timeout: float | None = None, statement: str | None = None) -> None:

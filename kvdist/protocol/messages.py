@@ -78,7 +78,7 @@ class Stamp:
     ack: int
     """Every sequenced message up to this number has arrived at the sender."""
     step: int
-    """The training step of the sender, for logs and errors."""
+    """A worker's number of pushes of its most pushed key, 0 from other processes: for logs, errors and the launcher."""
 
 
 class ErrorCode(enum.IntEnum):

@@ -13,6 +13,7 @@ from kvdist.training.data import Feed
 from kvdist.training.local_steps import LOG, PolicySteps
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads
+from kvdist.training.steps import StepCall
 
 DROPS = 10
 """After so many gradients that came too late …"""
@@ -36,16 +37,13 @@ class AsynchronousSteps(PolicySteps):
         self._limit = DELAY_MAX if policy.max_delay is None else policy.max_delay
         self._damping = DAMPINGS[policy.damping]
         self._grads: Grads = []
+        self._divisor = 1.0
         self._drops = 0
         super().__init__(model, feed, store)
 
-    def _apply(self, grads: Grads, divisor: float) -> None:
-        self._model.optimizer.rescale_grad = self._model.scale / divisor
+    def _apply(self, grads: Grads, call: StepCall) -> None:
+        self._grads, self._divisor = grads, call.divisor(self._model.num_devices)
         self._model.watch.note_grads()
-
-    def add(self, grads: Grads, samples: int) -> None:
-        super().add(grads, samples)
-        self._grads = grads
 
     def after_step(self) -> None:
         grads, self._grads = self._grads, []
@@ -57,7 +55,8 @@ class AsynchronousSteps(PolicySteps):
             grads = []
         elif weight < 1:
             grads = [given and [one * weight for one in given] for given in grads]
-        self._push(grads or [None] * len(self._weights), True, examples)
+        with self._model.rescaled(self._divisor):
+            self._push(grads or [None] * len(self._weights), True, examples)
         self.restart()
 
     def finish(self, together: bool) -> None:

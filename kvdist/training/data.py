@@ -544,11 +544,11 @@ def count_as_used(handed_out: HandedOut) -> None:
 
 
 class Feed:
-    """What a training loop has got from `Trainer.batches`, and no step has used yet."""
+    """Batches that a training loop has got from `Trainer.batches`, until their steps count."""
 
     def __init__(self) -> None:
         self.handed_out: HandedOut = {}
-        """Sampler → what the next step uses of it; see `count_as_used`."""
+        """Sampler → the position in it up to which batches were handed out; see `count_as_used`."""
         self.examples = 0
         """Examples that `SplitSampler`s have handed out since the last step."""
         self.queue: DrivenSampler | None = None
@@ -562,7 +562,7 @@ class Feed:
 
     @property
     def unused(self) -> int:
-        """Examples that `batches` has handed out and no push has brought to the store."""
+        """Examples of a queue that no push has brought to the store; of a `SplitSampler` those since the last step."""
         return self.examples if self.queue is None else self.queue.unused
 
     @property
@@ -571,7 +571,10 @@ class Feed:
         return 0 if self.queue is None else self.queue.unused
 
     def examples_of(self, batch_size: float | None = None, samples: int | None = None) -> int:
-        """Return the number of examples of a step with these arguments; 0 if that is not known."""
+        """Return the number of examples that a push after a step with these arguments brings; 0 if it is not known.
+
+        With a queue these are all examples that no push has brought, also those of earlier steps.
+        """
         if samples is not None:
             return samples
         size = 0 if batch_size is None else max(1, round(batch_size))

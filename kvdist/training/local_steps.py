@@ -56,7 +56,7 @@ def outer_optimizer(policy: TrainingPolicy) -> Optimizer:
 
 
 class PolicySteps(StoreSteps):
-    """Steps of which not each is an exchange, by a policy: what they have done since the last exchange.
+    """Steps whose pushes a policy decides, with the counts of the steps since the last push.
 
     Args:
         model, feed, store: as of `StoreSteps`; each parameter has a single replica.
@@ -111,17 +111,18 @@ class PolicySteps(StoreSteps):
 
     def _make(self, grads: Grads, call: StepCall) -> None:
         self.meet()
-        model, examples = self._model, self._feed.examples_of(call.batch_size, call.samples)
+        examples = self._feed.examples_of(call.batch_size, call.samples)
         with self.stepping():
             self.add(grads, call.samples or 0)
             self.examples += examples
             self.given += examples or 1  # as dropped gradients count
-            self._apply(grads, call.divisor(model.num_devices))
+            self._apply(grads, call)
             self._end_step()
 
-    def _apply(self, grads: Grads, divisor: float) -> None:
+    def _apply(self, grads: Grads, call: StepCall) -> None:
         """Update the weights of this worker alone."""
-        self._model.update(divisor, [grad is not None for grad in grads], 0, counts=False)
+        has_grad = [grad is not None for grad in grads]
+        self._model.update(call.divisor(self._model.num_devices), has_grad, 0, counts=False)
         self.note_weights()
 
     def skip(self) -> None:

@@ -169,7 +169,7 @@ class Model:
 
     @contextlib.contextmanager
     def rescaled(self, divisor: float) -> Iterator[None]:
-        """Divide gradients within the context; the optimizer is the user's, and a copy must not keep the divisor."""
+        """Divide gradients within the context; afterwards the user's optimizer has its own factor again."""
         self.optimizer.rescale_grad = self.scale / divisor
         try:
             yield

@@ -135,24 +135,22 @@ class QuotaSteps(PolicySteps):
             )
         return replace(call, samples=samples)
 
-    def _apply(self, grads: Grads, divisor: float) -> None:
+    def _apply(self, grads: Grads, call: StepCall) -> None:
         if self.updates_here:
-            super()._apply(grads, divisor)
-        else:
-            self._model.optimizer.rescale_grad = self._model.scale / divisor
-            self._model.watch.note_grads()
-
-    def add(self, grads: Grads, samples: int) -> None:
-        super().add(grads, samples)
-        for place, grad in enumerate(() if self.updates_here else grads):
+            super()._apply(grads, call)
+            return
+        # The mean over the step's examples, times their number: a push sends the mean over all its examples.
+        weight = (call.samples or 0) / call.divisor(self._model.num_devices)
+        for place, grad in enumerate(grads):
             if grad is None:
                 continue
             present = self._sums[place]
             if present is None:
                 wide = grad[0].float() if grad[0].dtype in HALF else grad[0]
-                self._sums[place] = wide * samples
+                self._sums[place] = wide * weight
             else:
-                present.add_(grad[0], alpha=samples)
+                present.add_(grad[0], alpha=weight)
+        self._model.watch.note_grads()
 
     def after_step(self) -> None:
         self._ready = dict(self._feed.handed_out)

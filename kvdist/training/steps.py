@@ -85,13 +85,14 @@ class Steps(abc.ABC):
     """
 
     every = 1
-    """Steps for each update of the weights on the store."""
+    """Steps of a worker for each round of the store, where `counts_steps`; `Trainer.version` is rounds times `every`."""
     on_server = False
     """Whether servers hold the weights."""
     updates_here = True
-    """Whether the trainer's optimizer runs in this process."""
+    """Whether the trainer's optimizer runs in this process; with `on_server`, each worker saves its state."""
     counts_steps = False
-    """Whether `Trainer.version` counts the steps of this worker rather than the updates of the store."""
+    """Whether `Trainer.version` counts the steps of this worker rather than rounds; for steps that update the weights
+    here and are exchanged later. `every` is 1 without it."""
     has_own_pace = False
     """Whether a worker makes as many steps as it can, and waits for none of another worker."""
     is_exchanged = True
@@ -135,11 +136,15 @@ class Steps(abc.ABC):
 
     @abc.abstractmethod
     def _make(self, grads: Grads, call: StepCall) -> None:
-        """Make a step with these gradients, which are checked."""
+        """Make a step with gradients that are checked: nothing was sent yet.
+
+        A subclass calls `meet` before it sends, counts in `Model.updates` and `Model.samples` (as `Model.update` does),
+        and calls `Watch.note_grads`; after weights were written, also by a call that failed, `note_weights`.
+        """
 
     @abc.abstractmethod
     def skip(self) -> None:
-        """Take part in a step of the others without gradients."""
+        """Take part in a step of the others without gradients; the caller has met the others (`meet`)."""
 
     def meet(self) -> None:
         """Within `Trainer.join`, announce a step of this worker; no error of its call is raised after that."""
@@ -148,10 +153,10 @@ class Steps(abc.ABC):
             self.join.meet(NextStep.STEPS)
 
     def broadcast(self) -> None:  # noqa: B027  # without a store nobody else has weights
-        """Copy rank 0's weights to all workers and to the store."""
+        """Copy rank 0's weights to all workers and to the store; gradients that wait to be sent are dropped."""
 
     def fetch(self) -> None:  # noqa: B027  # without a store nobody else has weights
-        """Take the weights of the store."""
+        """Take the weights of the store; gradients that wait to be sent are dropped."""
 
     def note_weights(self) -> None:
         """Remember the weights of the store, which only steps may change from now on."""
@@ -194,8 +199,8 @@ class Steps(abc.ABC):
         """Forget later exchanges, as all go back to a snapshot; return the `Trainer.version` of the snapshot.
 
         Args:
-            rounds: updates of the store then.
-            updates: the version that follows from it alone.
+            rounds: number of rounds of the store in the snapshot.
+            updates: `Trainer.version` if each round is `every` steps.
         """
         return updates
 

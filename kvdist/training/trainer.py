@@ -712,6 +712,7 @@ class Trainer:
         return self._steps_with(store, policy, on_server)
 
     def _steps_with(self, store: KVStoreBase, policy: TrainingPolicy | None, on_server: bool) -> Steps:
+        """Agree with the other workers, prepare the store, and return the steps with it; see the table in `steps`."""
         model, feed = self._model, self._feed
         model.rank = store.rank
         agreed = model.match_names(store) if isinstance(store, KVStore) else ""

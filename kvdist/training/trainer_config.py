@@ -455,7 +455,7 @@ def check_losses(
 
 
 def policy_of(store: KVStoreBase | None) -> TrainingPolicy | None:
-    """The policy of a store under which not every step is an exchange; None under other policies."""
+    """The policy of a store that decides when a worker pushes; None if it pushes in each step, unasked."""
     return store._backend.policy if isinstance(store, KVStore) else None
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 import kvdist
 from kvdist.config.policies import policy_from
@@ -20,10 +21,12 @@ from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Due
 from kvdist.training.asynchronous import DROPS
 from kvdist.training.data import Feed
+from kvdist.training.grad_checks import Stale
 from kvdist.training.local_steps import OuterSteps, split_evenly
 from kvdist.training.model import Model
 from kvdist.training.parameters import collect
 from kvdist.training.quota import QuorumSteps, QuotaSteps
+from kvdist.training.steps import StepCall
 from kvdist.training.trainer_config import check_losses
 from tests.cases import each
 
@@ -166,7 +169,10 @@ class QuotaJob(Job):
         self.queue.handed += examples
         self.feed.handed_out[self.queue] = (1, self.queue.handed, "")
         with self.steps.stepping():
-            self.steps.add([[torch.full((2,), grad)]] * 3, examples)
+            grads = [[torch.full((2,), grad)]] * 3
+            self.steps.add(grads, examples)
+            if not self.steps.updates_here:
+                self.steps._apply(grads, StepCall(None, examples, Stale.USE))
             for weight in self.weights if self.steps.updates_here else ():
                 weight.data.add_(1)
             self.steps.passed += 1
@@ -316,3 +322,19 @@ def test_steps_that_do_not_say_their_examples_count_as_one_each_beside_those_tha
     said = f"10 of the {steps} examples of this worker came too late and were dropped, under the policy async:2"
     assert (said in caplog.text) is warns
     assert ("came too late" in caplog.text) is warns
+
+
+@each("means", [True, False])
+def test_a_version_of_a_quota_is_the_mean_over_its_examples_whatever_the_sizes_of_batches(means):
+    data = TensorDataset(torch.arange(12.0, dtype=torch.float64))
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    with kvdist.kv.create("dist", policy=kvdist.quota(12, exact=True)) as store:
+        trainer = kvdist.Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        for (x,) in trainer.batches(DataLoader(data, 8, sampler=kvdist.QueueSampler(12, shuffle=False))):
+            weight.grad = None
+            losses = weight * x
+            (losses.mean() if means else losses.sum()).backward()
+            trainer.step(None if means else len(x))
+        trainer.exchange()
+        assert trainer.optimizer.rescale_grad == 1.0
+    assert weight.item() == -5.5

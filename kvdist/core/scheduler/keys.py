@@ -257,11 +257,11 @@ class StoreKeys:
         return list(failed.items())
 
     def take_agreed(self, live: Set[int], keys: Iterable[int | str] | None = None) -> list[DeclaredKey]:
-        """Remove and return the unplaced keys that every live worker has declared, in their order.
+        """Remove and return the unplaced, undisputed keys that every live worker has declared, but for late workers.
 
         Args:
             live: ranks of the live workers.
-            keys: keys to check; None for all, in order of declaration.
+            keys: keys to check, in the order of the result; None for all, in order of declaration.
         """
         unplaced = self._unplaced
         entries = unplaced.values() if keys is None else [unplaced[key] for key in keys if key in unplaced]
