@@ -85,7 +85,7 @@ class Steps(abc.ABC):
     """
 
     every = 1
-    """Steps of a worker for each round of the store, where `counts_steps`; `Trainer.version` is rounds times `every`."""
+    """Steps of a worker for each round of the store, with `counts_steps`; `Trainer.version` is rounds times `every`."""
     on_server = False
     """Whether servers hold the weights."""
     updates_here = True
