@@ -144,6 +144,9 @@ class Optimizer(ABC):
             state: an array for each of `state_names`, updated in place.
             scratch: temporary memory of arbitrary content.
             step: numbers of this update.
+
+        Raises:
+            NotImplementedError: the rule has no equation, and does not define this method.
         """
         equation = self._formula(step)
         if equation is None:
