@@ -10,9 +10,9 @@
 * Weights are written in place, or with ``share_weights=True`` shown in the servers' memory; torch counts either as a
   change, so a backward pass through the old weights raises.
 * Where possible, errors in this worker's part of a step are raised before anything of it is sent.
-* All parameters travel in a single list call, in the order of `params`, so the first layers, which the next forward pass needs
-  first, come first. Keys are positions: 0, 1, 2, …; where parameters have names, those of rank 0, which the first step
-  asks for, so that a name is the same parameter on all workers.
+* All parameters travel in a single list call, in the order of `params`, so the first layers, which the next forward
+  pass needs first, come first. Keys are positions: 0, 1, 2, …; where parameters have names, those of rank 0, which the
+  first step asks for, so that a name is the same parameter on all workers.
 * Where workers update, all must update the same parameters by the same numbers. A further key carries
   votes on both: see `kvdist.training.ballot`. A parameter without a gradient on any worker stays as it is everywhere.
 """
