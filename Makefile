@@ -15,7 +15,7 @@
 # make bench-full  what those leave out: sizes, numbers of keys and workers, models, modes; an hour or two
 # make bench-other start-up, memory of servers, how soon a killed process is noticed, tables of rows, thin lines, encryption
 # make gpu       on a machine with a CUDA device: the tests that need one, and the benchmark of the GPU kernels. Installs nothing: it takes
-#                the machine's python3, or PYTHON=..., with torch, CuPy or numba-cuda, and pytest
+#                the machine's python3, or PYTHON=..., with torch, CuPy, numba-cuda and pytest
 # make release   builds sdist and wheel into dist/; then each Python from 3.10 to 3.13 that is here installs the wheel into an empty
 #                environment and runs the quickstart in another folder, and no link of the README may be relative
 # make clean     back to a fresh checkout

@@ -1,4 +1,4 @@
-"""What the kernels for GPUs cost: CuPy's and numba's beside torch's own ops, and the speed of the device's memory.
+"""What the kernels for GPUs cost beside torch's own ops, and the speed of the device's memory.
 
     make gpu                               # after the tests that need a GPU
     python benchmarks/gpu.py --quick       # small and few: does everything run?
@@ -28,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cluster import machine
 
 from kvdist.errors import DeviceError
-from kvdist.kernels.gpu import LIBRARIES as BACKENDS
 from kvdist.kernels.gpu import open_gpu
 
 if TYPE_CHECKING:
     from gpu_measure import Bench, Case, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
+OURS = "kvdist"
+"""Name of our kernels among the contenders."""
 LIBRARIES = ("torch", "cupy", "numba", "numba-cuda", "numpy")
 ROUNDS = 10
 
@@ -78,7 +79,7 @@ def no_device(index: int) -> str:
 
 
 def open_bench(index: int, quick: bool) -> Bench:
-    """The device, with all of our backends that work there."""
+    """The device, with our kernels if they work there."""
     import torch
     from gpu_measure import Bench, EventClock, Sizes
 
@@ -86,11 +87,10 @@ def open_bench(index: int, quick: bool) -> Bench:
     torch.cuda.set_device(index)
     devices: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    for name in BACKENDS:
-        try:
-            devices[name] = open_gpu(index, name)
-        except DeviceError as error:
-            left_out[name] = f"absent: {error}"
+    try:
+        devices[OURS] = open_gpu(index)
+    except DeviceError as error:
+        left_out[OURS] = f"absent: {error}"
     sizes = replace(Sizes(), elements=1 << 24, rows=250_000, table_rows=1_000_000) if quick else Sizes()
     cache = torch.cuda.get_device_properties(index).L2_cache_size
     rounds = 3 if quick else ROUNDS
@@ -149,8 +149,8 @@ def winner(row: Row) -> str | None:
 def verdicts(row: Row, copied: float | None) -> list[str]:
     """What was aimed at, what was reached, and whether that is enough."""
     case, said = row.case, []
-    ours = [row.results[name].median_s for name in BACKENDS if name in row.results]
-    others = [one.median_s for name, one in row.results.items() if name not in BACKENDS]
+    ours = [row.results[OURS].median_s] if OURS in row.results else []
+    others = [one.median_s for name, one in row.results.items() if name != OURS]
     if case.share is not None:
         found = case.moved_bytes / min(ours) / copied if ours and copied else None
         said.append(_verdict(f"{case.share:.0%} of the copy's bandwidth", found, case.share, "{:.0%}"))

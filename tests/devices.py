@@ -20,11 +20,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from kvdist.kernels.interface import Equation
 from kvdist.kernels.reference import REFERENCE
-
-KERNELS = ("sgd", "sgd_momentum", "nag", "adam", "adamw", "adagrad")
-"""Rules for which devices have kernels."""
 
 
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -126,8 +122,6 @@ class NumpyDevice:
     index: int = 0
     unreachable: frozenset[int] = frozenset()
     """Devices with which it does not copy directly."""
-    kernels_only: bool = False
-    """Whether it runs rules by kernels alone, and has none."""
     memory_bytes_max: int = 1 << 40
     """What may be allocated in all, to run out of it."""
     uploaded_bytes: int = 0
@@ -154,8 +148,6 @@ class NumpyDevice:
             zeros=self._zeros,
             **own,
         )
-        if self.kernels_only:
-            self.kernels = replace(self.kernels, fused_update=self._no_kernel)
 
     @property
     def name(self) -> str:
@@ -164,12 +156,6 @@ class NumpyDevice:
     @property
     def library(self) -> str:
         return "numpy of tests"
-
-    def runs(self, equation: Equation | None) -> bool:
-        return not self.kernels_only or (equation is not None and equation.name in KERNELS)
-
-    def _no_kernel(self, equation: Equation, *arguments: Any) -> bool:
-        raise TypeError(f"{self.library} has no kernel for {equation.name} of {arguments[6].label} on {self.name}")
 
     def view(self, value: Any, dtype: DType) -> DeviceArray:
         assert value.device is self and value.memory.flags.c_contiguous

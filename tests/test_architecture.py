@@ -71,7 +71,7 @@ SIDEWAYS = {
 LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.estimate", "kvdist.nodes", "kvdist.version"}
 
 ONLY_IMPORTER = {
-    "cupy": {"kvdist/kernels/cupy_cuda/device.py"},
+    "cupy": {"kvdist/kernels/cupy_device.py", "kvdist/kernels/cupy_runtime.py"},
     "llvmlite": {"kvdist/kernels/numba_cpu.py"},
     "msgpack": {"kvdist/protocol/objects.py", "kvdist/protocol/wire.py"},
     "numba": {"kvdist/kernels/numba_cpu.py", "kvdist/kernels/numba_cuda.py"},

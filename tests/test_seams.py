@@ -16,8 +16,9 @@ FEATURES = {
     "clipping": "core.server.clipping kvstore.clipping",
     "compression": "optimizer.compression kvstore.compression",
     "dumps": "diagnostics.record diagnostics.replay diagnostics.ring diagnostics.why",
-    "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
-    "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
+    "devices": "kernels.gpu kernels.cupy_device kernels.cupy_runtime kernels.numba_cuda optimizer.offload"
+    " kvstore.device",
+    "GPU libraries": "kernels.cupy_device kernels.cupy_runtime kernels.numba_cuda",
     "host aggregation": "core.worker.host_aggregation",
     "leases of examples": "core.scheduler.leases training.queue_sampler",
     "ledger": "diagnostics.ledger",

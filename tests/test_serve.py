@@ -106,7 +106,7 @@ def test_a_mistake_in_the_environment_is_one_sentence_and_exit_code_2(monkeypatc
 
 @each("by", ["option", "variable"])
 def test_a_server_without_its_gpu_ends_in_one_sentence_before_it_listens_anywhere(monkeypatch, capsys, by):
-    def fail(index, setting, otherwise):
+    def fail(index, otherwise):
         raise DeviceError(f"there is no GPU {index}")
 
     monkeypatch.setattr(gpu, "open_gpu", fail)

@@ -469,10 +469,10 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " [architecture.md](architecture.md#servers-on-gpus)",
         ),
         Setting(
-            "KVDIST_GPU", word("auto", "cupy", "numba", "host"), "auto",
-            "library that drives the GPUs of this process",
-            "`cupy`, `numba`, or `auto`, the first of them that is installed; `host` brings the values to the host's"
-            " memory instead ([gpu.md](gpu.md))",
+            "KVDIST_GPU", word("auto", "host"), "auto",
+            "where values that lie on GPUs are summed",
+            "`auto`, there, if CuPy and numba-cuda are installed; `host` brings them to the host's memory"
+            " ([gpu.md](gpu.md))",
         ),
     ),
     "Traces and dumps": (

@@ -301,18 +301,18 @@ class DeviceEvent(Protocol):
 
 
 class Device(Protocol):
-    """A GPU, driven by a library: the interface between kvdist's arithmetic on a device and the library.
+    """A GPU: the interface between kvdist's arithmetic on a device and the libraries that drive the device.
 
     Invariants:
 
-    * Arrays are those of the library: one-dimensional, C-contiguous, in the memory of the device, of `DType.storage` or
+    * Arrays are CuPy's: one-dimensional, C-contiguous, in the memory of the device, of `DType.storage` or
       `DType.accumulate`. They have ``size``, ``dtype``, ``nbytes``, can be cut with slices of step 1, and, under
       `Kernels.active`, ``array[...] = x`` fills them with a number or with another array of the device.
     * Everything runs later, in order, on the stream that is current in the calling thread: torch's, where torch has
-      begun to use CUDA, else the library's. Only `DeviceEvent.wait`, and methods whose docstring states it, wait.
+      begun to use CUDA, else CuPy's. Only `DeviceEvent.wait`, and methods whose docstring states it, wait.
     * Only this device is touched; the device that was current before a call is current after it.
     * Memory comes from torch's allocator where torch has begun to use CUDA, so that the two do not starve each other.
-    * Errors of the library are raised as `DeviceError`.
+    * Errors of the libraries are raised as `DeviceError`.
     """
 
     @property
@@ -325,18 +325,11 @@ class Device(Protocol):
 
     @property
     def library(self) -> str:
-        """Name and version of the library that drives the device, for the log."""
+        """Names and versions of the libraries that drive the device, for the log."""
 
     @property
     def kernels(self) -> Kernels:
         """The functions on the device's arrays. All take and return arrays of this device."""
-
-    def runs(self, equation: Equation | None) -> bool:
-        """Whether an update by a rule can run on the device: by a kernel, or function by function on its arrays.
-
-        Args:
-            equation: equation of the rule; None for a rule without an equation.
-        """
 
     # Memory.
 

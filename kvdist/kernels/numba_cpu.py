@@ -11,12 +11,11 @@ Only `kvdist.kernels.cpu` imports this module, because importing numba takes lon
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
 import types
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -28,7 +27,7 @@ from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from kvdist.kernels import elementwise
+from kvdist.kernels import parts
 from kvdist.kernels.interface import SOURCES_MAX, STATES_MAX, UpdateKernel
 
 LOG = logging.getLogger("kvdist")
@@ -83,53 +82,13 @@ def _writer(name: str) -> Any:
 
 _write_out, _write_first, _write_second, _write_third = map(_writer, _WRITTEN)
 
+_PARTS = f"{zlib.crc32(Path(parts.__file__).read_bytes()):08x}"
+"""For names in numba's cache, which knows changes of this file only."""
+
 _part = numba.njit(nogil=True, error_model="numpy")
 """For functions that become part of a kernel."""
 
-# The functions of `kvdist.kernels.elementwise` that are NumPy's there, for one element.
-
-_real: Any = np.float32
-"""The type of elements of the kernel that is being built: every kernel has copies of the functions below."""
-
-
-def _sqrt(value):
-    return math.sqrt(value)
-
-
-def _sign(value):
-    if value != value:
-        return value
-    return _real(1) if value > 0 else _real(-1) if value < 0 else _real(0)
-
-
-def _maximum(one, other):
-    return other if one <= other or other != other else one
-
-
-def _above_zero(value):
-    return _real(0) if value < 0 else value
-
-
-def _negated(value):
-    return _real(0) - value
-
-
-@_part
-def _limited(value, limit):
-    """Cut to ±limit; NaN stays NaN."""
-    value = -limit if value < -limit else value
-    return limit if value > limit else value
-
-
-_HELPERS: dict[Any, Callable[..., Any]] = {
-    elementwise.sqrt: _sqrt,
-    elementwise.sign: _sign,
-    elementwise.maximum: _maximum,
-    elementwise.above_zero: _above_zero,
-    elementwise.negated: _negated,
-    elementwise.limited: _limited.py_func,
-}
-
+_limited = _part(parts.limited)
 
 # One element of a rule with no state, and with one to three. `grad` is summed, rescaled and clipped.
 
@@ -366,47 +325,12 @@ def _dequantise1(data, limit, out):
         out[i] = _F32(1) if (data[whole] >> (7 - (i - 8 * whole))) & 1 else _F32(-1)
 
 
-@_part
-def _to_float16(value):
-    """The bits of the nearest float16, ties to even; numbers that are too large become infinite."""
-    bits = _bits(value)
-    sign = bits & _U32(0x80000000)
-    size = bits ^ sign
-    # What is small is shifted to where the adder of floats rounds it, the rest is rounded as an integer.
-    magic = _U32(126 << 23)
-    small = _bits(_float(size) + _float(magic)) - magic
-    usual = (size + _U32(0xC8000FFF) + ((size >> _U32(13)) & _U32(1))) >> _U32(13)
-    half = small if size < _U32(113 << 23) else usual
-    large = _U32(0x7E00) if size > _U32(0x7F800000) else _U32(0x7C00)
-    half = large if size >= _U32(143 << 23) else half
-    return _U16(half | (sign >> _U32(16)))
-
-
-@_part
-def _from_float16(half):
-    """The float32 of these bits of a float16."""
-    wide = _U32(half)
-    sign = (wide & _U32(0x8000)) << _U32(16)
-    shifted = (wide & _U32(0x7FFF)) << _U32(13)
-    # Multiplied by 2^112 the exponent is right, of small numbers too; infinity and NaN get theirs back.
-    size = _bits(_float(shifted) * _float(_U32(239 << 23)))
-    size = size | _U32(0x7F800000) if shifted >= _U32(0x7C00 << 13) else size
-    return _float(size | sign)
-
-
-@_part
-def _to_bfloat16(value):
-    """The bits of the nearest bfloat16, ties to even; numbers that are too large become infinite."""
-    bits = _bits(value)
-    rounded = (bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16)
-    return _U16((bits >> _U32(16)) | _U32(0x40) if value != value else rounded)
-
-
-@_part
-def _from_bfloat16(half):
-    """The float32 of these bits of a bfloat16."""
-    return _float(_U32(half) << _U32(16))
-
+_COMPILER = parts.Compiler(_part, np.float32)
+_OF_BITS = {"_bits": _bits, "_float": _float}
+_to_float16, _from_float16, _to_bfloat16, _from_bfloat16 = (
+    _COMPILER.copied(cast, _OF_BITS)
+    for cast in (parts.to_float16, parts.from_float16, parts.to_bfloat16, parts.from_bfloat16)
+)
 
 _to_half, _from_half, _infinite = _to_float16, _from_float16, _U16(0x7C00)
 """Of the kernel that is being built: every kernel has copies of the functions below, with its type's casts."""
@@ -456,14 +380,14 @@ def build(name: str | UpdateKernel) -> Callable[..., None]:
     """
     if isinstance(name, UpdateKernel):
         template, signature, own = _update_template(name)
-        label = f"{name}_{_digest(name.expression)}"
+        label = f"{name}_{parts.digest(name.expression)}"
     else:
         template, signature, own = _coding_template(name) or _sum_template(name)
         label = name
-    function = types.FunctionType(template.__code__, own, template.__name__)
+    function = parts.with_globals(template, own)
     # Its name decides the file in the cache. numba counts the entries of one file, so two processes that write
     # at once, perhaps on machines that share a home, could exchange entries: here a file has one entry.
-    function.__qualname__ = f"{label}_{_processor()}"
+    function.__qualname__ = f"{label}_{_PARTS}_{_processor()}"
     try:
         return _compiled(function, signature, cache=True)
     except Exception as error:  # noqa: BLE001  # no place to write, a full disk, a damaged file: all are one to us
@@ -476,7 +400,7 @@ def _sum_template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
     what, _, label = name.rpartition("_")
     if what != "sum":
         raise KeyError(name)
-    return _sum, nt.void(FLOATS[label][::1], *_sources(FLOATS[label])), globals()
+    return _sum, nt.void(FLOATS[label][::1], *_sources(FLOATS[label])), {}
 
 
 def _sources(number: Any) -> list[Any]:
@@ -486,10 +410,10 @@ def _sources(number: Any) -> list[Any]:
 
 def _update_template(kernel: UpdateKernel) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
     """The function of an update, its signature, and its globals."""
-    number, real = FLOATS[kernel.label], np.dtype(kernel.label).type
+    number, compiler = FLOATS[kernel.label], parts.Compiler(_part, np.dtype(kernel.label).type)
     expression = kernel.expression
-    step = _copied(_STEPS[kernel.states], {"_expression": _part_of(expression, real)})
-    own, written = {**globals(), "_step": step}, number[::1]
+    step = compiler.copied(_STEPS[kernel.states], {"_expression": compiler.compiled(expression)})
+    own, written = {"_step": step}, number[::1]
     # Factor and limit stand for gradient and weight.
     scaling = UniTuple(number, expression.__code__.co_argcount - kernel.states)
     if kernel.by_rows:
@@ -501,45 +425,6 @@ def _update_template(kernel: UpdateKernel) -> tuple[Callable[..., Any], Any, dic
     return _update, nt.void(written, weight, *states, *_sources(number)[:-1], scaling), own
 
 
-def _part_of(function: Callable[..., Any], real: Any) -> Callable[..., Any]:
-    """An expression, or a function that it calls, compiled for elements of this type as a part of a kernel."""
-    helper = _HELPERS.get(function)
-    if helper is not None:
-        return _copied(helper, {"_real": real})
-    if function.__closure__:
-        raise TypeError(f"the expression {function.__qualname__} is a closure, which cannot be compiled: move it out")
-    return _copied(function, {name: _part_of(called, real) for name, called in _called(function).items()})
-
-
-def _copied(function: Callable[..., Any], own: Mapping[str, Any]) -> Callable[..., Any]:
-    """A part of a kernel: a copy of a function with other globals."""
-    copy = types.FunctionType(function.__code__, {**function.__globals__, **own}, function.__name__)
-    part: Callable[..., Any] = _part(copy)
-    return part
-
-
-def _called(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The functions of Python that a function may call, by their names in its module."""
-    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    return {name: value for name, value in named.items() if isinstance(value, types.FunctionType)}
-
-
-def _digest(function: Callable[..., Any]) -> str:
-    """Digest of an expression and of the functions that it calls: numba's cache knows changes of this file only."""
-    found, waiting, seen = hashlib.blake2b(digest_size=8), [function], set()
-    while waiting:
-        one = waiting.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        called, code = _called(one), one.__code__
-        constants = [value for value in code.co_consts if value != one.__doc__]
-        values = [one.__globals__.get(name) for name in code.co_names if name not in called]
-        found.update(repr((code.co_code, constants, code.co_names, code.co_varnames, values)).encode())
-        waiting += called.values()
-    return found.hexdigest()
-
-
 def _coding_template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]] | None:
     """For a name such as ``quantise2_float32`` or ``narrow_float16`` a function, its signature, and its globals."""
     what, _, label = name.rpartition("_")
@@ -549,7 +434,7 @@ def _coding_template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]
         octets = nt.Array(nt.uint8, 1, "C", readonly=True)
         packs = what.startswith("quantise")
         signature = nt.void(read, write, nt.float32, nt.uint8[::1]) if packs else nt.void(octets, nt.float32, write)
-        return coder, signature, globals()
+        return coder, signature, {}
     if what in _CASTS:
         halves = nt.Array(nt.uint16, 1, "C", readonly=True)
         signature = {
@@ -557,7 +442,7 @@ def _coding_template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]
             "widen": nt.void(halves, write),
             "round": nt.void(read, write, nt.uint16[::1]),
         }[what]
-        return _CASTS[what], signature, {**globals(), **_HALVES[label]}
+        return _CASTS[what], signature, _HALVES[label]
     return None
 
 

@@ -66,11 +66,11 @@ class Devices:
     Args:
         setting: ``KVDIST_GPU``; by default values of GPUs are brought to the host.
         insists: whether the store's name asks for sums on GPUs, so that a missing GPU library is an error.
-        open_device: opens a GPU from its index and `setting`; None for `kvdist.kernels.gpu.open_gpu`.
+        open_device: opens a GPU from its index; None for `kvdist.kernels.gpu.open_gpu`.
     """
 
     def __init__(
-        self, setting: str = "host", insists: bool = False, open_device: Callable[[int, str], Device] | None = None
+        self, setting: str = "host", insists: bool = False, open_device: Callable[[int], Device] | None = None
     ) -> None:
         self._setting = setting
         self._insists = insists
@@ -106,7 +106,7 @@ class Devices:
             if device is None:
                 from kvdist.kernels.gpu import open_gpu  # a feature at a seam: loaded where it is used
 
-                device = (self._open or open_gpu)(index, self._setting)
+                device = (self._open or open_gpu)(index)
                 if self._pin_with is not None and not self._opened:
                     self._pin_with(device)
                 self._opened[index] = device
@@ -130,11 +130,11 @@ class Devices:
         return OnDevice(device, device.view(values.about_to_change(value), dtype))
 
     def _brings_to_host(self, index: int) -> bool:
-        from kvdist.kernels.gpu import HOST, has_library  # a feature at a seam: loaded where it is used
+        from kvdist.kernels.gpu import HOST, has_libraries  # a feature at a seam: loaded where it is used
 
-        if self._setting != HOST and (self._insists or has_library(self._setting)):
+        if self._setting != HOST and (self._insists or has_libraries()):
             return False
-        why = "KVDIST_GPU is host" if self._setting == HOST else "no library for GPUs is installed"
+        why = "KVDIST_GPU is host" if self._setting == HOST else "CuPy or numba-cuda is not installed"
         LOG.warning("values on cuda:%d are brought to the host and summed there: %s", index, why)
         return True
 

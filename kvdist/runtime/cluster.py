@@ -376,15 +376,14 @@ def open_server_device(name: str) -> Device | None:
         return None
     from kvdist.kernels import gpu  # a feature at a seam: loaded where it is used
 
-    setting = read_setting("KVDIST_GPU")
-    if setting == gpu.HOST:
+    if read_setting("KVDIST_GPU") == gpu.HOST:
         raise errors.ConfigError(
             f"KVDIST_SERVER_DEVICE is {name!r}, but KVDIST_GPU is {gpu.HOST!r}, which keeps a process off its GPUs:"
             " change one of them, or set KVDIST_GPU for workers alone"
         )
     try:
         # The usual advice, KVDIST_GPU=host, helps only workers: it is refused above.
-        device = gpu.open_gpu(int(name.partition(":")[2]), setting, otherwise="or let servers compute on their hosts")
+        device = gpu.open_gpu(int(name.partition(":")[2]), otherwise="or let servers compute on their hosts")
     except errors.DeviceError as error:
         wish = f"this server was to sum and update on {name}, and without --server-device would do so on its host"
         raise errors.DeviceError(f"{wish}: {error}") from error

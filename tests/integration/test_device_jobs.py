@@ -33,8 +33,8 @@ class Workers:
         ]
         job.stores += self.stores
 
-    def opener(self, rank: int) -> Callable[[int, str], NumpyDevice]:
-        return lambda index, _: self.gpus[rank][index]
+    def opener(self, rank: int) -> Callable[[int], NumpyDevice]:
+        return self.gpus[rank].__getitem__
 
     def on_all(self, call: Callable[[int, KVStore], Any]) -> None:
         self.job.on_all(lambda rank, _: call(rank, self.stores[rank]))

@@ -1,6 +1,6 @@
-"""The battery of devices on a real GPU, and how the backends share it with torch: ``python -m pytest -m gpu``.
+"""The battery of devices on a real GPU, and how kvdist shares it with torch: ``python -m pytest -m gpu``.
 
-Needs no more than NumPy, pytest, kvdist's folder, and one of CuPy and numba; torch where it says so.
+Needs no more than NumPy, pytest, kvdist's folder, CuPy and numba-cuda; torch where it says so.
 """
 
 from __future__ import annotations
@@ -24,17 +24,13 @@ from tests.kernels.device_battery import HALVES, LONG, assert_same, down, tame, 
 pytestmark = pytest.mark.gpu
 
 SINGLE = np.dtype(np.float32)
-BACKENDS = {"cupy": "kvdist.kernels.cupy_cuda.device", "numba": "kvdist.kernels.numba_cuda"}
 ASIDE = "on a side stream of torch"
-NOT_IN_ONE_PIECE = [
-    "adadelta", "adabelief", "adamax", "dcasgd", "ftml", "ftrl", "groupadagrad", "lamb", "lans", "lars", "nadam",
-    "rmsprop", "signum",
-]  # fmt: skip
+WITHOUT_A_KERNEL = ("groupadagrad", "lamb", "lans")
 
 
-def opened(backend, index):
+def opened(index):
     module = pytest.importorskip(
-        BACKENDS[backend], reason=f"{backend} is not here: ITS KERNELS ARE NOT RUN ON A GPU", exc_type=ImportError
+        "kvdist.kernels.cupy_device", reason="CuPy or numba-cuda is not here: NOT RUN ON A GPU", exc_type=ImportError
     )
     try:
         return module.open_device(index)
@@ -51,13 +47,12 @@ def torch_on_gpu():
     return torch
 
 
-@pytest.fixture(scope="module", params=[*BACKENDS, *(f"{backend} {ASIDE}" for backend in BACKENDS)])
+@pytest.fixture(scope="module", params=["", ASIDE])
 def device(request):
     """The device; a second time with a stream of torch current that does not wait for the default one."""
-    backend, _, aside = request.param.partition(" ")
-    device = opened(backend, 0)
+    device = opened(0)
     with contextlib.ExitStack() as stack:
-        if aside:
+        if request.param:
             torch = torch_on_gpu()
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device.index)))
         yield device
@@ -142,16 +137,14 @@ def test_a_full_memory_is_told_and_survived(device):
     assert not down(device, device.kernels.zeros(5, SINGLE)).any()
 
 
-@each("backend", BACKENDS)
-def test_there_is_no_device_of_a_number_too_high(backend):
-    opened(backend, 0)
+def test_there_is_no_device_of_a_number_too_high():
+    opened(0)
     with pytest.raises(DeviceError, match="no cuda:4711"):
-        importlib.import_module(BACKENDS[backend]).open_device(4711)
+        importlib.import_module("kvdist.kernels.cupy_device").open_device(4711)
 
 
-@each("backend", BACKENDS)
-def test_devices_copy_to_each_other(backend):
-    one, other = opened(backend, 0), opened(backend, 1)
+def test_devices_copy_to_each_other():
+    one, other = opened(0), opened(1)
     array, out = up(one, np.arange(1001, dtype=np.float32)), other.kernels.zeros(1001, SINGLE)
     other.copy(array, out, one)
     np.testing.assert_array_equal(down(other, out), np.arange(1001))
@@ -159,9 +152,9 @@ def test_devices_copy_to_each_other(backend):
 
 
 @each("dtype", [DType.FLOAT32, DType.BFLOAT16])
-@each("name", NOT_IN_ONE_PIECE)
+@each("name", WITHOUT_A_KERNEL)
 def test_rules_without_a_kernel_of_their_own_run_as_cupy_s_functions(name, dtype):
-    device = opened("cupy", 0)
+    device = opened(0)
     finals = []
     for kernels, lift in ((REFERENCE, np.copy), (device.kernels, lambda host: up(device, host))):
         with device.kernels.active():

@@ -1,4 +1,4 @@
-"""The battery of updates on a real GPU, driven by CuPy: ``python -m pytest -m gpu``."""
+"""The battery of updates on a real GPU: ``python -m pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device():
-    return opened("cupy", 0)
+    return opened(0)
 
 
 @pytest.fixture(scope="session")

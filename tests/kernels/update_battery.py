@@ -110,12 +110,19 @@ def sgd_of_a_user(grad, weight, lr, wd):
 sgd_of_a_user.__name__ = "sgd"
 
 
-@each("equation", [Equation(sgd_of_a_user, (0.1, 0.0)), Equation(sgd, (0.1, 0.0), is_negative=True)])
-def test_a_rule_that_is_not_known_changes_nothing(device, equation):
+def test_a_rule_of_a_user_with_the_name_of_ours_is_the_user_s(device):
     weight, grad = (up(device, tame(17, seed)) for seed in (1, 2))
-    update = device.kernels.fused_update
-    assert not update(equation, weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
-    assert_same(down(device, weight), tame(17, 1), DType.FLOAT32)
+    equation = Equation(sgd_of_a_user, (0.1, 0.0))
+    assert device.kernels.fused_update(equation, weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
+    expected = sgd_of_a_user(tame(17, 2), tame(17, 1), np.float32(0.1), 0)
+    assert_same(down(device, weight), expected, DType.FLOAT32)
+
+
+def test_a_rule_that_maximises_takes_the_gradient_with_the_other_sign(device):
+    weight, grad = (up(device, tame(17, seed)) for seed in (1, 2))
+    equation = Equation(sgd, (0.1, 0.0), is_negative=True)
+    assert device.kernels.fused_update(equation, weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
+    assert_same(down(device, weight), sgd(-tame(17, 2), tame(17, 1), np.float32(0.1), 0), DType.FLOAT32)
 
 
 @each("dtype", HALVES)

@@ -284,17 +284,9 @@ def test_states_are_shown_as_copies_that_stay_as_they_were():
 # Rules and devices that do not fit, and memory that is full.
 
 
-@each("name", ["ftrl", "lamb"])
-def test_a_rule_without_a_kernel_is_refused_where_numpys_functions_do_not_work(name):
-    with pytest.raises(DeviceError, match=f"{name} cannot run on cuda:0"):
-        arithmetic_on(NumpyDevice(kernels_only=True), REFERENCE).new_updater(create(name))
-
-
-def test_what_a_kernel_turns_down_is_refused_where_numpys_functions_do_not_work():
-    updater = DeviceUpdater(create("sgd"), NumpyDevice(index=1, kernels_only=True))
-    with pytest.raises(TypeError, match="has no kernel for sgd of float32 on cuda:1"):
-        updated(updater, drawn(0), 0)
-    assert not updater.states
+def test_a_rule_that_needs_the_host_is_refused():
+    with pytest.raises(DeviceError, match="sgld cannot run on cuda:0"):
+        arithmetic_on(NumpyDevice(), REFERENCE).new_updater(create("sgld"))
 
 
 def test_a_device_whose_memory_is_full_says_so():

@@ -12,7 +12,7 @@ from tests.devices import NumpyDevice
 opened = []
 
 
-def open_gpu(index, setting, otherwise):
+def open_gpu(index, otherwise):
     opened.append(NumpyDevice(index, memory_bytes_max=int(sys.argv[1]) if len(sys.argv) > 1 else 1 << 40))
     return opened[-1]
 

@@ -1,9 +1,10 @@
-"""`kvdist.kernels.cupy_cuda.device` over a stub of CuPy: what a GPU would be asked for, and what becomes of errors."""
+"""`kvdist.kernels.cupy_device` over a stub of CuPy: the batteries, what a GPU is asked for, what becomes of errors."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 
 import numpy as np
@@ -11,16 +12,22 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from tests.kernels import cupy_stub
+from kvdist.kernels import numba_cuda
+from kvdist.kernels.interface import Equation
+from kvdist.kernels.numba_cuda import Kernel
+from kvdist.optimizer import Updater, create
+from kvdist.optimizer.states import Part
+from tests.cudasim import cupy_stub
 from tests.kernels.device_battery import *  # noqa: F403
 from tests.kernels.device_battery import SHORT, down, up
+from tests.kernels.update_battery import *  # noqa: F403
 
 SINGLE = np.dtype(np.float32)
 
 
 @pytest.fixture
-def stub(cuda_library):
-    return cupy_stub.Stub(cuda_library)
+def stub():
+    return cupy_stub.Stub()
 
 
 @pytest.fixture
@@ -59,8 +66,9 @@ def torch(monkeypatch):
 
 def test_work_goes_to_the_stream_that_is_current_in_torch_and_memory_comes_from_its_allocator(torch, device, stub):
     assert device.mark().event.stream == 0x50
+    before = len(torch.memories)
     array = up(device, np.arange(5, dtype=np.float32))
-    assert len(torch.memories) == 1
+    assert len(torch.memories) == before + 1
     device.kernels.weighted_sum([array], [2.0], DType.FLOAT32, array)
     np.testing.assert_array_equal(down(device, array), np.arange(5) * 2)
     assert stub.devices == [0] and len(stub.streams) == 1 and stub.allocators == [None]
@@ -107,16 +115,48 @@ def test_memory_that_cannot_be_written_to_is_registered_as_such(device, stub):
     assert hold is not None and stub.registered == {host.ctypes.data: 400}
 
 
-def test_a_kernel_is_compiled_once(device, stub):
+@pytest.fixture
+def compiled(monkeypatch, gpu):
+    """Names of the kernels that are compiled, and launched as on a GPU: they compute nothing here."""
+    names = []
+
+    def compile(kernel, capability):
+        names.append(kernel.function.__name__)
+        assert capability == (9, 0)
+        return b"ptx", "entry"
+
+    monkeypatch.setattr(gpu.cupy_runtime, "SIMULATED", False)
+    monkeypatch.setattr(Kernel, "compile", compile)
+    return names
+
+
+def test_a_kernel_is_compiled_once(device, stub, compiled):
     array = device.kernels.zeros(5, SINGLE)
     for _ in range(3):
         device.kernels.weighted_sum([array], [1.0], DType.FLOAT32, array)
-    assert stub.log == ["weighted_sum<float, float, 1, 4>"]
+    assert compiled == ["_weighted_sum"] and stub.loaded == [b"ptx"] and len(stub.launched) == 3
+
+
+def test_a_kernel_gets_addresses_numbers_of_its_types_and_tables(device, stub, compiled):
+    one, other, out = (device.kernels.zeros(300, SINGLE) for _ in range(3))
+    device.kernels.weighted_sum([one, other], [0.5, 1e300], DType.FLOAT32, out)
+    ((name, grid, block, given),) = stub.launched
+    assert (name, grid, block) == ("entry", (numba_cuda.BLOCKS_MAX,), (numba_cuda.THREADS,))
+    out_place, _, *places = given[:4]
+    assert [out_place, *places] == [np.uint64(array.ctypes.data) for array in (out, one, other)]
+    assert [*given[4:]] == [0.5, np.inf, 1.0, 0, 300]
+    kinds = [np.uint64] * 4 + [np.float32] * 3 + [np.int32, np.int64]
+    assert [type(each) for each in given] == kinds
+    bucket = device.kernels.zeros(2400, np.dtype(np.uint8))
+    device.pack([one, other], [0, 1200], bucket)
+    *tables, count, chunks, length = stub.launched[-1][-1]
+    assert all(type(each) is np.uint64 for each in tables) and len(tables) == 4
+    assert (count, length) == (2, numba_cuda.CHUNK_BYTES // 8) and chunks == 2 * -(-150 // length)
 
 
 def test_a_device_that_is_not_there_is_refused_in_a_sentence(gpu, stub):
-    with pytest.raises(DeviceError, match="there is no cuda:2: cuda:0 to cuda:1 are visible here"):
-        gpu.open_device(2)
+    with pytest.raises(DeviceError, match="there is no cuda:4: cuda:0 to cuda:3 are visible here"):
+        gpu.open_device(4)
     stub.count = 1
     with pytest.raises(DeviceError, match="there is no cuda:-1: cuda:0 is visible here"):
         gpu.open_device(-1)
@@ -142,11 +182,41 @@ def test_a_full_memory_is_told_in_a_sentence(device, stub):
             device.kernels.empty(10, SINGLE)
 
 
-def test_a_compiler_that_fails_is_told_in_a_sentence(device, stub):
+def test_a_compiler_that_fails_is_told_in_a_sentence(device, compiled, monkeypatch):
     array = device.kernels.zeros(5, SINGLE)
-    stub.failure = cupy_stub.CompileException("cuda_fp16.h: no such file\nmore")
-    with pytest.raises(DeviceError, match="CuPy cannot compile for cuda:0: cuda_fp16.h: no such file; install CuPy"):
+    monkeypatch.setattr(
+        Kernel, "compile", lambda kernel, capability: (_ for _ in ()).throw(OSError("no libnvvm\nmore"))
+    )
+    with pytest.raises(
+        DeviceError, match=r"numba cannot compile _weighted_sum for cuda:0 \(OSError: no libnvvm\); .*pip"
+    ):
         device.kernels.weighted_sum([array], [1.0], DType.FLOAT32, array)
+
+
+def test_a_driver_older_than_the_compiler_is_told_in_a_sentence(device, compiled, stub):
+    array = device.kernels.zeros(5, SINGLE)
+    stub.failure = RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled with another")
+    with pytest.raises(DeviceError, match="the driver of cuda:0 is older than the compiler of numba-cuda"):
+        device._runtime.prepare(numba_cuda.weighted_sum(DType.FLOAT32, DType.FLOAT32, 2))
+    assert array.size
+
+
+def test_a_rule_that_cannot_be_compiled_is_evaluated_by_cupy_s_functions_and_logged_once(device, caplog):
+    def closure(grad, weight, lr):
+        return weight - grad * lr * one.size
+
+    one = up(device, np.ones(3, np.float32))
+    for _ in range(2):
+        assert not device.kernels.fused_update(
+            Equation(closure, (0.1,)), one, [one], [1.0], None, one, [], DType.FLOAT32
+        )
+    (record,) = caplog.records
+    assert "CuPy evaluates" in record.getMessage() and "is a closure" in record.getMessage()
+
+
+def test_arrays_of_numba_lie_where_cuda_says(gpu):
+    value = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})
+    assert gpu.cupy_runtime.index_of(value) == 3
 
 
 def test_what_fails_later_is_told_by_who_waits(device, stub):
@@ -211,3 +281,59 @@ def test_rows_that_do_not_fit_are_refused(device):
         device.merge_rows(rows, rows, DType.FLOAT32)
     with pytest.raises(TypeError, match="one of float32, float64 and float16 are added, not int64 to float32"):
         device.add_rows(rows, indices, indices)
+
+
+def test_threads_may_launch_at_the_same_time(device):
+    sums: list[float] = []
+
+    def add() -> None:
+        out = device.kernels.empty(100, SINGLE)
+        for _ in range(5):
+            device.kernels.weighted_sum([up(device, np.ones(100, np.float32))] * 3, [1.0] * 3, DType.FLOAT32, out)
+            sums.append(float(down(device, out).sum()))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [300.0] * 20
+
+
+def test_states_of_neighbours_are_joined_and_split_on_the_device(device):
+    updater = Updater(create("adam"), device.kernels)
+    halves = [up(device, np.arange(4, dtype=np.float32)) for _ in range(2)]
+    for index, weight in enumerate(halves):
+        updater.update(index, weight, [up(device, np.ones(4, np.float32))], [1.0], DType.FLOAT32, weight)
+    updater.join("both", [Part(0, 0, 4), Part(1, 4, 4)], 8, DType.FLOAT32)
+    assert down(device, updater.states["both"].arrays[0]).size == 8
+    assert (down(device, updater.states["both"].arrays[0]) > 0).all()
+    updater.split("both", [Part(0, 0, 4), Part(1, 4, 4)])
+    assert updater.states[1].arrays[0].size == 4
+
+
+# Products of expressions.
+
+
+def test_only_products_of_an_expression_are_rewritten():
+    calls = []
+
+    def times(one, other):
+        calls.append((one, other))
+        return one * other
+
+    rewritten = numba_cuda._with_rounded_products(with_products, times)
+    assert rewritten(2.0, 3.0, 5.0) == with_products(2.0, 3.0, 5.0)
+    assert calls == [(3.0, 5.0), (2.0, 5.0), (-5.0, 2.0)]
+
+
+def with_products(grad, weight, rate):
+    weight *= rate
+    return weight / grad + (grad * rate - -rate * grad)
+
+
+def test_an_expression_without_a_source_is_refused():
+    written = {}
+    exec("def rule(grad, weight, rate):\n    return weight - grad * rate", written)
+    with pytest.raises(TypeError, match="the source of the expression rule cannot be read"):
+        numba_cuda.update(written["rule"], DType.FLOAT32, 0, 1, 1, False, False)

@@ -1,22 +1,19 @@
-"""As much of CuPy as `kvdist.kernels.cupy_cuda.device` uses, over NumPy, with the kernels compiled for this processor.
+"""As much of CuPy as `kvdist.kernels` uses, over NumPy. Kernels run in numba's simulator.
 
-It says what we believe of CuPy, and holds us to it: that memory is touched on the stream and the device that are
-current, that kernels are named as they were compiled, that their options are there.
+It says what we believe of CuPy, and holds us to it: memory is touched on the stream and the device that are current.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 
-from kvdist.kernels import cupy_cuda as cuda
-
-MODULE = Path(cuda.__file__).parent / "device.py"
+MODULES = ("kvdist.kernels.cupy_runtime", "kvdist.kernels.cupy_device")
+"""The modules that import CuPy."""
 
 
 class Pointer:
@@ -71,22 +68,14 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-class CompileException(Exception):
-    pass
-
-
 class Stub:
-    """The state of the pretended library, and the parts of its modules.
+    """The state of the pretended library, and the parts of its modules."""
 
-    Args:
-        library: the kernels, as of `tests.kernels.cuda_host.Library`.
-    """
-
-    def __init__(self, library):
-        self.library = library
+    def __init__(self):
         self.devices, self.streams, self.allocators = [0], [], [None]
-        self.count, self.failure = 2, None
-        self.registered, self.peers, self.waited, self.log = {}, set(), [], []
+        self.count, self.failure = 4, None
+        self.registered, self.peers, self.waited = {}, set(), []
+        self.loaded, self.launched = [], []
         self.read_only = set()
         stub = self
 
@@ -101,6 +90,8 @@ class Stub:
                 self.stack.pop()
 
         class CudaDevice(Context):
+            compute_capability = "90"
+
             def __init__(self, index):
                 self.stack, self.value = stub.devices, index
 
@@ -145,24 +136,17 @@ class Stub:
 
         class Module:
             def load(self, program):
-                self.name = program.decode()
+                stub.fail()
+                stub.loaded.append(program)
 
             def get_function(self, name):
-                assert name == f"mangled {self.name}"
-                stub.log.append(self.name)
-                return self.call
-
-            def call(self, grid, block, arguments):
-                stub.fail()
-                assert block == (cuda.THREADS,)
-                stub.library.launch(self.name, grid[0], arguments)
+                return lambda grid, block, arguments: stub.launched.append((name, grid, block, arguments))
 
         self.runtime = self.runtime_module()
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime, Device=CudaDevice, Stream=Stream, Event=Event, using_allocator=UsingAllocator,
             PythonFunctionAllocator=Allocator, get_current_stream=lambda: self.streams[-1], UnownedMemory=Unowned,
             MemoryPointer=Pointer,
-            compiler=types.SimpleNamespace(CompileException=CompileException, compile_using_nvrtc=self.compile),
             function=types.SimpleNamespace(Module=Module),
         )  # fmt: skip
         self.module = types.SimpleNamespace(
@@ -179,12 +163,6 @@ class Stub:
     def check(self, stream):
         self.fail()
         assert stream == self.streams[-1].ptr
-
-    def compile(self, code, options, name_expressions):
-        self.fail()
-        (name,) = name_expressions
-        assert options == cuda.COMPILE_OPTIONS and code == cuda.source(cuda.family_of(name))
-        return name.encode(), {name: f"mangled {name}"}
 
     def empty(self, count, dtype):
         self.fail()
@@ -229,22 +207,21 @@ class Stub:
             memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyDeviceToDevice=3, hostAllocPortable=1,
             hostRegister=self.register, hostUnregister=self.registered.pop, deviceEnablePeerAccess=self.enable_peer,
             deviceCanAccessPeer=lambda one, other: True,
+            pointerGetAttributes=lambda address: types.SimpleNamespace(device=3),
         )  # fmt: skip
 
 
 def load(stub):
-    """`kvdist.kernels.cupy_cuda.device` over this, as a module of its own."""
+    """`kvdist.kernels.cupy_device` over this, as a module of its own; its runtime is `cupy_runtime` there."""
     ours = {"cupy": stub.module, "cupy.cuda": stub.cuda}
-    before = {name: sys.modules.get(name) for name in ours}
+    before = {name: sys.modules.pop(name, None) for name in (*ours, *MODULES)}
     sys.modules.update(ours)
     try:
-        spec = importlib.util.spec_from_file_location("cupy_gpu_over_a_stub", MODULE)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        runtime, device = map(importlib.import_module, MODULES)
+        device.cupy_runtime = runtime
+        return device
     finally:
         for name, old in before.items():
-            if old is None:
-                del sys.modules[name]
-            else:
+            del sys.modules[name]
+            if old is not None:
                 sys.modules[name] = old
-    return module
