@@ -154,7 +154,7 @@ class CupyRuntime:
         """
         if not threads:
             return
-        blocks = min(-(-threads // THREADS), BLOCKS_MAX)
+        blocks = self.grid(threads) // THREADS
         with self.active():
             with np.errstate(all="ignore"):
                 given = [self._typed(name, one) for name, one in zip(kernel.types, arguments, strict=True)]

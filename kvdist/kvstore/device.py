@@ -43,43 +43,20 @@ def uploaded(bits: Bits, device: Device) -> OnDevice:
 
 def new_value(kind: str, device: Device, shape: Shape, dtype: DType) -> Any:
     """An uninitialized array of a kind (`values.kind_of`) on a GPU."""
-    made = values.empty_tensor(kind, shape, dtype)
-    return device.kernels.empty(math.prod(shape), dtype.storage).reshape(shape) if made is None else made
-
-
-def islands(parts: Sequence[OnDevice], home: Device) -> list[list[OnDevice]]:
-    """Groups of parts whose GPUs reach each other; a part on `home`, or on a GPU that `home` reaches, stays alone."""
-    groups: list[list[OnDevice]] = []
-    far: list[list[OnDevice]] = []
-    for part in parts:
-        if part.device.index == home.index or home.reaches(part.device):
-            groups.append([part])
-            continue
-        for island in far:
-            if all(other.device.reaches(part.device) or other.device.index == part.device.index for other in island):
-                island.append(part)
-                break
-        else:
-            far.append([part])
-            groups.append(far[-1])
-    return groups
-
-
-def brought(parts: Sequence[OnDevice], home: Device, dtype: DType) -> list[Array]:
-    """Arrays on `home` whose sum is the sum of the parts, in the order of the parts. Parts on `home` are not copied.
-
-    Halves are not summed on the way, because they would be rounded once more.
-    """
-    is_half = dtype.storage != dtype.accumulate
-    groups = [[part] for part in parts] if is_half else islands(parts, home)
-    # On an island all reach each other, so the sum there makes no islands again.
-    sums = [group[0] if len(group) == 1 else summed(group[0].device, group, dtype) for group in groups]
-    return [moved(one, home) for one in sums]
+    tensor = values.empty_tensor(kind, shape, dtype)
+    return device.kernels.empty(math.prod(shape), dtype.storage).reshape(shape) if tensor is None else tensor
 
 
 def summed(home: Device, parts: Sequence[OnDevice], dtype: DType, out: Array | None = None) -> OnDevice:
-    """The sum of parts on the GPU `home`, in a single pass. Without `out`, a single part on `home` is not copied."""
-    arrays = brought(parts, home, dtype)
+    """The sum of parts, in their order, on the GPU `home` in a single pass.
+
+    Args:
+        home: the GPU that sums. Parts on other GPUs are copied there.
+        parts: contributions of one length and type.
+        dtype: type of their elements.
+        out: array on `home` for the sum; None for a new array, or for a single part on `home` that part itself.
+    """
+    arrays = [moved(part, home) for part in parts]
     if len(arrays) == 1 and out is None:
         return OnDevice(home, arrays[0])
     total = home.kernels.empty(parts[0].size, dtype.storage) if out is None else out
@@ -486,7 +463,7 @@ def merged(parts: Sequence[RowsOnDevice], dtype: DType) -> RowsOnDevice:
     return OnDevice(home, different), OnDevice(home, sums)
 
 
-def dense_there(value: Any, devices: Devices) -> Any:
+def dense_on_gpu(value: Any, devices: Devices) -> Any:
     """A sparse tensor made dense on its GPU; None for any other value, and for a tensor on no GPU of `devices`.
 
     Halves of a repeated row are summed in float32.
@@ -550,7 +527,7 @@ class DeviceValue(LocalValue):
         self._devices = devices
         self._library = values.kind_of(like).partition(":")[0]
         self._device = device
-        self._value = self._made(shape, dtype)
+        self._value = self._new_array(shape, dtype)
         super().__init__(key, shape, dtype, kind, device.kernels, device.view(self._value, dtype))
 
     @property
@@ -561,7 +538,7 @@ class DeviceValue(LocalValue):
         """Move the value to another GPU. No update may have been applied to it yet."""
         source, bits = self._device, self._bits
         self._device, self._kernels = device, device.kernels
-        self._value = self._made(self.shape, self.dtype)
+        self._value = self._new_array(self.shape, self.dtype)
         self._bits = device.view(self._value, self.dtype)
         device.copy(bits, self._bits, source)
 
@@ -589,15 +566,15 @@ class DeviceValue(LocalValue):
     def new(self) -> Any:
         if self.kind == "numpy" or self.kind == "torch":
             return super().new()
-        made = self._made(self.shape, self.dtype)
-        self._device.copy(self._bits, self._device.view(made, self.dtype), self._device)
-        return made
+        copy = self._new_array(self.shape, self.dtype)
+        self._device.copy(self._bits, self._device.view(copy, self.dtype), self._device)
+        return copy
 
     def _for_function(self) -> tuple[Any, Array, Any]:
-        received = self._made(self.shape, self.dtype)
+        received = self._new_array(self.shape, self.dtype)
         return received, self._device.view(received, self.dtype), self._value
 
-    def _made(self, shape: Shape, dtype: DType) -> Any:
+    def _new_array(self, shape: Shape, dtype: DType) -> Any:
         kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
         return new_value(kind, self._device, shape, dtype)
 
@@ -607,4 +584,4 @@ class DeviceValue(LocalValue):
         parts = [part if isinstance(part, OnDevice) else uploaded(part, self._device) for part in read]
         if compression is not None:
             return compression.through_on_devices(self.key, parts, self._device)
-        return brought(parts, self._device, self.dtype)
+        return [moved(part, self._device) for part in parts]

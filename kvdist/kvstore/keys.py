@@ -391,9 +391,9 @@ def as_dense(key: Key, array: Any, devices: Devices) -> Any:
     if not is_sparse(array):
         return array
     if values.gpu_of(array) is not None:
-        from kvdist.kvstore.device import dense_there  # a feature at a seam: loaded where it is used
+        from kvdist.kvstore.device import dense_on_gpu  # a feature at a seam: loaded where it is used
 
-        dense = dense_there(array, devices)
+        dense = dense_on_gpu(array, devices)
         if dense is not None:
             return dense
     return as_table(key, array).to_dense()

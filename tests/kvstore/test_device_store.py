@@ -108,18 +108,6 @@ def test_values_on_the_host_and_on_a_gpu_for_one_key_are_refused_and_nothing_has
     assert np.array_equal(machine.store.pull("v").memory, floats(0))
 
 
-def test_gpus_that_do_not_reach_the_home_sum_among_themselves_first():
-    machine = Machine(4)
-    machine.gpus[0].unreachable = machine.gpus[1].unreachable = frozenset({2, 3})
-    machine.gpus[2].unreachable = machine.gpus[3].unreachable = frozenset({0, 1})
-    machine.store.init("w", machine.on(0, np.zeros(SIZE, np.float32)))
-    machine.store.push("w", [machine.on(index, np.full(SIZE, 2.0**index, np.float32)) for index in range(4)])
-    assert (machine.store.pull("w").memory == 15).all()
-    crossed = [source for source, _ in machine.gpus[0].copied if source in (2, 3)]
-    assert crossed == [2], "one sum of the far two crosses, not both"
-    assert (3, 4 * SIZE) in machine.gpus[2].copied
-
-
 def test_halves_are_not_rounded_on_the_way():
     machine = Machine(3)
     machine.gpus[0].unreachable = frozenset({1, 2})
