@@ -16,23 +16,22 @@ Rules that hold for an expression, so that both give the same bits:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import count
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Expression
 
-PLANNED_ELEMENTS = 16 * 1024
-"""From so many elements on a plan is made, which costs some 50 µs, and saves memory on the way."""
-
 DEVICE_ELEMENTS = 1 << 24
 """How many elements of a GPU's arrays are evaluated at a time, which bounds the memory that an expression takes."""
 
+_ZERO = 0.0
+"""The constant of the functions below; plans know it by its identity."""
 
-# Functions that numba has its own versions of: `kvdist.kernels.numba_cpu`.
+
+# Functions that numba has its own versions of: `kvdist.kernels.parts`.
 
 
 def sqrt(value: Array) -> Array:
@@ -55,13 +54,13 @@ def maximum(one: Array, other: Array) -> Array:
 
 def above_zero(value: Array) -> Array:
     """max(value, 0); NaN stays NaN."""
-    larger: Array = np.maximum(value, 0.0)
+    larger: Array = np.maximum(value, _ZERO)
     return larger
 
 
 def negated(value: Array) -> Array:
     """0 − value: unlike −value it makes zeros without a sign of zeros."""
-    difference: Array = np.subtract(0.0, value)
+    difference: Array = np.subtract(_ZERO, value)
     return difference
 
 
@@ -125,14 +124,13 @@ def evaluate(
             _evaluate_at_once(expression, [one[part] for one in inputs], numbers, [one[part] for one in outs])
         return
     plan = None
-    if len(first) >= PLANNED_ELEMENTS and first.ndim == 1:
-        rounded = np.array(numbers, first.dtype)
-        same = tuple([_place_of(out, inputs) for out in outs])
-        plan = _plan(expression, len(inputs), rounded.tobytes(), rounded.dtype, same)
-    if plan is None:
+    if first.ndim == 1:
+        rounded = np.array(numbers, first.dtype).tolist()
+        plan = _planned(expression, len(inputs), rounded, tuple([_place_of(out, inputs) for out in outs]))
+    if plan is None or not plan.steps:
         _evaluate_at_once(expression, inputs, numbers, outs)
     else:
-        plan.run(inputs, outs, np.empty_like(first) if scratch is None else scratch)
+        plan.run(inputs, outs, rounded, np.empty_like(first) if scratch is None else scratch)
 
 
 def _place_of(out: Array, inputs: Sequence[Array]) -> int | None:
@@ -177,35 +175,96 @@ class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return value
 
 
+Guard = tuple[Callable[[float, float], bool], int, float, bool]
+"""A comparison of a number, by its place among the numbers, with another number; and how it came out."""
+
+
+class _Number(float):
+    """A number of an expression that is being planned. The expression may compare it, and take its negative.
+
+    Attributes:
+        place: place among the numbers; ~place for the negative of a number.
+        guards: comparisons on which the plan depends; each is added.
+    """
+
+    place: int
+    guards: list[Guard]
+
+    @classmethod
+    def at(cls, place: int, value: float, guards: list[Guard]) -> _Number:
+        number = cls(value)
+        number.place, number.guards = place, guards
+        return number
+
+    def _compared(self, compare: Callable[[float, float], bool], other: Any) -> bool:
+        if isinstance(other, _Number) or self.place < 0:
+            raise TypeError("an expression compares its numbers, as they are, with constants only")
+        outcome = compare(float(self), other)
+        self.guards.append((compare, self.place, other, outcome))
+        return outcome
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared(operator.eq, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared(operator.ne, other)
+
+    def __lt__(self, other: float) -> bool:
+        return self._compared(operator.lt, other)
+
+    def __le__(self, other: float) -> bool:
+        return self._compared(operator.le, other)
+
+    def __gt__(self, other: float) -> bool:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: float) -> bool:
+        return self._compared(operator.ge, other)
+
+    def __bool__(self) -> bool:
+        return self._compared(operator.ne, 0.0)
+
+    def __neg__(self) -> _Number:
+        return _Number.at(~self.place, -float(self), [])
+
+    __hash__ = float.__hash__
+
+
 class _Plan(NamedTuple):
     """How an expression is evaluated by functions that write to chosen arrays.
 
-    Places are counted through inputs, outs, scratch arrays and numbers.
+    Places are counted through inputs, outs, scratch arrays, numbers, their negatives, and 0.
 
     Attributes:
-        steps: function, places of its operands, place of its value.
+        steps: function, places of its operands, place of its value. An expression without a plan has no steps.
         copies: places of values that are copied at the end, and of their outs.
         scratch: number of scratch arrays, which are parts of a single array.
-        numbers: numbers among the operands.
+        guards: what must hold for the numbers.
     """
 
     steps: list[tuple[Any, tuple[int, ...], int]]
     copies: list[tuple[int, int]]
     scratch: int
-    numbers: list[float]
+    guards: list[Guard]
 
-    def run(self, inputs: Sequence[Array], outs: Sequence[Array], scratch: Array) -> None:
+    def fits(self, numbers: Sequence[float]) -> bool:
+        """Whether the expression takes the same branches for other numbers."""
+        return all(compare(numbers[place], other) == outcome for compare, place, other, outcome in self.guards)
+
+    def run(self, inputs: Sequence[Array], outs: Sequence[Array], numbers: list[float], scratch: Array) -> None:
         """Evaluate the expression, as many elements at a time as the scratch array allows."""
         size = len(inputs[0])
-        if self.scratch == 1 and size <= CHUNK_ELEMENTS:
-            self._run([*inputs, *outs, scratch, *self.numbers])
+        constants = [*numbers, *map(operator.neg, numbers), _ZERO]
+        if size * self.scratch <= CHUNK_ELEMENTS:
+            own = [scratch if i == 0 else np.empty_like(scratch) for i in range(self.scratch)]
+            self._run([*inputs, *outs, *own, *constants])
             return
         length = min(CHUNK_ELEMENTS, size // max(1, self.scratch))
         for start in range(0, size, length):
             part = slice(start, start + length)
             given = [array[part] for array in (*inputs, *outs)]
             own = [scratch[i * length : i * length + len(given[0])] for i in range(self.scratch)]
-            self._run([*given, *own, *self.numbers])
+            self._run([*given, *own, *constants])
 
     def _run(self, arrays: Sequence[Any]) -> None:
         for function, operands, place in self.steps:
@@ -217,37 +276,57 @@ class _Plan(NamedTuple):
             np.copyto(arrays[target], arrays[source])
 
 
-@lru_cache(maxsize=64)
-def _plan(
-    expression: Expression, inputs: int, numbers: bytes, dtype: np.dtype[Any], same: tuple[int | None, ...]
+_PLANS: dict[tuple[Expression, int, tuple[int | None, ...]], list[_Plan]] = {}
+"""Expression, number of inputs, and for each out the input that it is → a plan for each way through its branches."""
+
+_WITHOUT = _Plan([], [], 0, [])
+"""In the place of a plan, for an expression that needs more than functions of NumPy."""
+
+
+def _planned(
+    expression: Expression, inputs: int, numbers: Sequence[float], same: tuple[int | None, ...]
 ) -> _Plan | None:
-    """Plan an expression, so that as little memory is touched as can be; None if it needs more than functions of NumPy.
+    """The plan of an expression for these numbers, which some 50 µs make; later calls find it."""
+    plans = _PLANS.setdefault((expression, inputs, same), [])
+    for plan in plans:
+        if plan.fits(numbers):
+            return plan
+    plans.append(_plan(expression, inputs, numbers, same))
+    return plans[-1]
+
+
+def _plan(expression: Expression, inputs: int, numbers: Sequence[float], same: tuple[int | None, ...]) -> _Plan:
+    """Plan an expression, so that as little memory is touched as can be.
 
     A value takes the place of its out, of a value or an input that is not needed any more, or of a scratch array.
 
     Args:
         expression: as of `evaluate`.
         inputs: number of inputs.
-        numbers, dtype: numbers in the memory of an array, which tells zeros with and without a sign apart.
+        numbers: numbers that choose the branches.
         same: for each out the input that it is, or None.
     """
     steps: list[tuple[Any, tuple[Any, ...], _Traced]] = []
+    guards: list[Guard] = []
     given = [_Traced(steps) for _ in range(inputs)]
     try:
-        found = expression(*given, *np.frombuffer(numbers, dtype).tolist())
+        found = expression(*given, *[_Number.at(place, value, guards) for place, value in enumerate(numbers)])
     except (AttributeError, TypeError):
-        return None
+        return _WITHOUT
+    used = [one for _, operands, _ in steps for one in operands]
+    if any(one is not _ZERO and not isinstance(one, _Traced | _Number) for one in used):
+        return _WITHOUT  # a number that was computed from others: it would be a constant
     results = list(found) if isinstance(found, tuple) else [found]
     for i, (one, own) in enumerate(zip(results, same, strict=True)):
         if one in given and given.index(one) != own:
             results[i] = np.positive(one)
     last = dict.fromkeys(given, -1)
-    last |= {one: i for i, (_, operands, _) in enumerate(steps) for one in operands}
+    last |= {one: i for i, (_, operands, _) in enumerate(steps) for one in operands if isinstance(one, _Traced)}
     last |= dict.fromkeys(results, len(steps))
-    made = {value: i for i, (_, _, value) in enumerate(steps)}
+    step_of = {value: i for i, (_, _, value) in enumerate(steps)}
     places: dict[Any, int] = {one: i for i, one in enumerate(given)}
     # Where a value may lie → the last step of values that may. The gradient is not needed afterwards.
-    until = {own: made[one] for one, own in zip(results, same, strict=True) if own is not None and one in made}
+    until = {own: step_of[one] for one, own in zip(results, same, strict=True) if own is not None and one in step_of}
     until.setdefault(0, len(steps))
     free: list[int] = []
     first_scratch = scratch = inputs + len(results)
@@ -266,11 +345,14 @@ def _plan(
             places[value] = fit[-1] if fit else scratch
             scratch += not fit
         free = [place for place in free if place != places[value]]
-    constants = [one for _, operands, _ in steps for one in operands if not isinstance(one, _Traced)]
-    place = count(scratch)
-    planned = [
-        (function, tuple([places[one] if isinstance(one, _Traced) else next(place) for one in operands]), places[value])
-        for function, operands, value in steps
-    ]
+    first_number = scratch
+
+    def place_of(one: Any) -> int:
+        if isinstance(one, _Traced):
+            return places[one]
+        place: int = 2 * len(numbers) if one is _ZERO else one.place if one.place >= 0 else len(numbers) + ~one.place
+        return first_number + place
+
+    planned = [(function, tuple(map(place_of, operands)), places[value]) for function, operands, value in steps]
     copies = [(places[one], inputs + i) for i, one in enumerate(results) if places[one] not in (inputs + i, same[i])]
-    return _Plan(planned, copies, scratch - first_scratch, constants)
+    return _Plan(planned, copies, scratch - first_scratch, guards)

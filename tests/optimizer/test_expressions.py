@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from kvdist.kernels import elementwise
-from kvdist.kernels.elementwise import PLANNED_ELEMENTS, evaluate, limited, sqrt
+from kvdist.kernels.elementwise import decayed, evaluate, limited, sqrt
 from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, STATES_MAX
 from kvdist.optimizer import adagrad, adam, ftrl, layerwise, sgd, torch_rules
 from tests.cases import each
 
+LONG = 16 * 1024
 MODULES = [adagrad, adam, ftrl, layerwise, sgd, torch_rules]
 MAKERS = ("Equation", "evaluate")
 """Functions whose first argument is an expression."""
@@ -138,7 +139,7 @@ CASES = {
 
 @each("expression", CASES)
 @each("in_place", [True, False])
-@each("size", [0, 1, 1000, PLANNED_ELEMENTS, CHUNK_ELEMENTS + 5, 3 * CHUNK_ELEMENTS + 1])
+@each("size", [0, 1, 2, 1000, LONG, CHUNK_ELEMENTS + 5, 3 * CHUNK_ELEMENTS + 1])
 @each("dtype", [np.float32, np.float64])
 def test_an_expression_is_evaluated_as_if_it_read_everything_before_it_wrote(expression, in_place, size, dtype):
     rng = np.random.default_rng(size)
@@ -160,14 +161,35 @@ def test_a_plan_is_made_for_numbers_with_their_signs():
     def times(grad, weight, lr):
         return grad * lr
 
-    ones = np.ones(PLANNED_ELEMENTS, np.float32)
+    ones = np.ones(LONG, np.float32)
     for number in (0.0, -0.0, 0.0):
         out = np.empty_like(ones)
         evaluate(times, (ones.copy(), ones), (number,), (out,))
         assert np.signbit(out).all() == np.signbit(number)
 
 
-@each("size", [2, PLANNED_ELEMENTS])
+def branches(grad, weight, lr, wd, other):
+    step = decayed(grad, weight, wd) * lr
+    if -other < other:
+        step = step * other
+    return weight - (step if lr >= other else -lr * step) - weight * (lr * wd)
+
+
+def branches_with_constants(grad, weight, lr, wd, limit):
+    return weight - limited(decayed(grad, weight, wd), limit) * (-lr if lr < 0 else lr)
+
+
+@each("expression", [branches, branches_with_constants])
+@each("size", [3, LONG])
+def test_other_numbers_take_other_branches_and_other_values(expression, size):
+    grad, weight = np.random.default_rng(size).standard_normal((2, size)).astype(np.float32)
+    for numbers in ((0.5, 0.0, np.inf), (0.5, 0.25, 0.125), (0.25, 0.0, 0.5), (-0.5, 0.5, 0.25), (0.5, 0.0, np.inf)):
+        out = np.empty_like(weight)
+        evaluate(expression, (grad.copy(), weight), numbers, (out,))
+        np.testing.assert_array_equal(out, expression(grad.copy(), weight, *numbers))
+
+
+@each("size", [2, LONG])
 def test_an_expression_cannot_branch_on_elements(size):
     def branching(grad, weight, lr):
         return weight if grad > weight else grad
@@ -178,8 +200,8 @@ def test_an_expression_cannot_branch_on_elements(size):
 
 
 def test_a_result_too_many_or_too_few_is_an_error():
-    arrays = [np.ones(PLANNED_ELEMENTS, np.float32) for _ in range(3)]
-    for short in (5, PLANNED_ELEMENTS):
+    arrays = [np.ones(LONG, np.float32) for _ in range(3)]
+    for short in (5, LONG):
         cut = [one[:short] for one in arrays]
         with pytest.raises(ValueError, match="argument|unpack"):
             evaluate(remembered, cut, (0.1,), (*cut[1:], cut[0].copy()))
