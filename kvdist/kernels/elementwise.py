@@ -138,7 +138,10 @@ def _place_of(out: Array, inputs: Sequence[Array]) -> int | None:
     for place, one in enumerate(inputs):
         if one is out:
             return place
-    return next((place for place, one in enumerate(inputs) if np.may_share_memory(one, out)), None)
+    for place, one in enumerate(inputs):
+        if np.may_share_memory(one, out):
+            return place
+    return None
 
 
 def _evaluate_at_once(
@@ -249,7 +252,10 @@ class _Plan(NamedTuple):
 
     def fits(self, numbers: Sequence[float]) -> bool:
         """Whether the expression takes the same branches for other numbers."""
-        return all(compare(numbers[place], other) == outcome for compare, place, other, outcome in self.guards)
+        for compare, place, other, outcome in self.guards:  # not `all`, which takes twice as long
+            if compare(numbers[place], other) != outcome:
+                return False
+        return True
 
     def run(self, inputs: Sequence[Array], outs: Sequence[Array], numbers: list[float], scratch: Array) -> None:
         """Evaluate the expression, as many elements at a time as the scratch array allows."""

@@ -316,16 +316,17 @@ class Updater:
 
     def _apply(self, update: _PieceUpdate, dtype: DType) -> None:
         """Update a piece; its state counts from now on."""
-        if update.piece.weight.size and not self._update_fused(update, dtype):  # without elements there are no norms
-            self._update_chunks(update, dtype)
+        if update.piece.weight.size:  # without elements there are no norms
+            equation = formula_of(self.optimizer, update.step)
+            if not self._update_fused(update, equation, dtype):
+                self._update_chunks(update, equation, dtype)
         state, step = update.state, update.step
         state.count, state.scalars = step.count, step.scalars
         self._states[update.piece.index] = state
 
-    def _update_fused(self, update: _PieceUpdate, dtype: DType) -> bool:
+    def _update_fused(self, update: _PieceUpdate, equation: Equation | None, dtype: DType) -> bool:
         """Let the backend do all in a single pass, if it can."""
-        piece, state, step = update.piece, update.state, update.step
-        equation = formula_of(self.optimizer, step)
+        piece, state = update.piece, update.state
         return equation is not None and self._kernels.fused_update(
             equation,
             piece.weight,
@@ -353,10 +354,11 @@ class Updater:
             norms += tuple(math.sqrt(sum(column)) for column in zip(*sums, strict=True))
         return norms
 
-    def _update_chunks(self, update: _PieceUpdate, dtype: DType) -> None:
+    def _update_chunks(self, update: _PieceUpdate, equation: Equation | None, dtype: DType) -> None:
         """Update a piece chunk by chunk."""
         rule = self.optimizer
-        equation = None if type(rule).apply is not Optimizer.apply else formula_of(rule, update.step)
+        if type(rule).apply is not Optimizer.apply:
+            equation = None
         # A model that diverges shows inf and NaN, not warnings of its server.
         with self._kernels.active(), np.errstate(all="ignore"):
             for weight, grad, out, arrays, scratch, step in self._chunks(update, dtype):
