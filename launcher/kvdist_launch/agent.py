@@ -30,10 +30,8 @@ from kvdist_launch.agent_protocol import (
     Frame,
     FrameDecoder,
     FrameWriter,
-    decode_node,
-    decode_process,
-    encode_exit,
-    encode_node,
+    node_of,
+    process_of,
 )
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.probe import HostProbe, facts_of_this_host
@@ -97,27 +95,27 @@ class Agent:
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
         self._alive += [node for node, _ in pids]
-        self._writer.send("started", pids=[[encode_node(node), pid] for node, pid in pids])
+        self._writer.send("started", pids=pids)
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
-        self._writer.send("output", data, node=encode_node(node), stream=stream)
+        self._writer.send("output", data, node=node, stream=stream)
         self._processes.pause(self._writer.is_full)
 
     def stopped(self, node: NodeId, pid: int) -> None:
-        self._writer.send("stopped", node=encode_node(node), pid=pid)
+        self._writer.send("stopped", node=node, pid=pid)
 
     def output_ended(self, node: NodeId, stream: int) -> None:
-        self._writer.send("output_ended", node=encode_node(node), stream=stream)
+        self._writer.send("output_ended", node=node, stream=stream)
 
     def ended(self, exits: Sequence[ProcessExit]) -> None:
         if any(one.node == SCHEDULER and not one.is_failure for one in exits):
             self._stop_listening()  # it will not be started again
         gone = {one.node for one in exits}
         self._alive = [node for node in self._alive if node not in gone]
-        self._writer.send("ended", endings=[encode_exit(one) for one in exits])
+        self._writer.send("ended", endings=exits)
 
     def settled(self, exits: Sequence[ProcessExit]) -> None:
-        self._writer.send("settled", endings=[encode_exit(one) for one in exits])
+        self._writer.send("settled", endings=exits)
 
     # Frames of the launcher.
 
@@ -143,9 +141,9 @@ class Agent:
             case "call":
                 self._processes.call(bytes(self._call))
                 self._call.clear()
-            case "signal" if (node := decode_node(fields["node"])) in self._alive:
+            case "signal" if (node := node_of(fields["node"])) in self._alive:
                 self._processes.signal_group(node, int(fields["number"]))
-            case "tell" if (node := decode_node(fields["node"])) in self._alive:
+            case "tell" if (node := node_of(fields["node"])) in self._alive:
                 self._processes.tell(node, str(fields["line"]))
             case "leave":
                 self._is_dismissed = True
@@ -155,7 +153,7 @@ class Agent:
                 self._writer.send(REPLIES[kind], **self._probe.answer(kind, fields))
 
     def _start(self, fields: dict[str, Any]) -> None:
-        processes = [decode_process(one) for one in fields["processes"]]
+        processes = [process_of(one) for one in fields["processes"]]
         found = self._probe.take_listening()
         if found is not None:
             turn_away(found)

@@ -1,7 +1,8 @@
 """Messages between the launcher and its agent on another host, over the pipe that ssh provides.
 
 A frame is a line of JSON with a field ``kind``, followed by as many raw bytes as its field ``bytes`` says, if it has
-that field. Output of processes travels raw, so it can neither be mistaken for a frame nor be refused.
+that field. A node, a process or an exit is a JSON object with the fields that differ from their defaults. Output of
+processes travels raw, so it can neither be mistaken for a frame nor be refused.
 
 Text before the line `GREETING` was printed by the other side's login scripts.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 import selectors
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvdist.errors import KvdistError
@@ -59,7 +60,7 @@ class Frame:
         head: dict[str, Any] = {"kind": self.kind, **self.fields}
         if self.payload:
             head["bytes"] = len(self.payload)
-        return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.payload
+        return json.dumps(head, separators=(",", ":"), default=_as_json).encode() + b"\n" + self.payload
 
 
 class FrameDecoder:
@@ -175,53 +176,25 @@ class FrameWriter:
         self._is_registered = wanted
 
 
-def encode_node(node: NodeId) -> list[Any]:
-    """A node as JSON."""
-    return [str(node.role), node.rank]
+def _as_json(value: Any) -> object:
+    """A role as its word, a dataclass as its fields that differ from their defaults."""
+    if isinstance(value, Role):
+        return str(value)
+    return {each.name: getattr(value, each.name) for each in fields(value) if getattr(value, each.name) != each.default}
 
 
-def decode_node(words: list[Any]) -> NodeId:
-    """The node that `encode_node` encoded."""
-    role, rank = words
-    return NodeId(Role(role), int(rank))
+def node_of(values: Mapping[str, Any]) -> NodeId:
+    """The node of a frame's fields."""
+    return NodeId(Role(values["role"]), int(values["rank"]))
 
 
-def encode_process(process: Process) -> dict[str, Any]:
-    """A process to start, as JSON."""
-    environment = process.environment
-    return {
-        "node": encode_node(process.node),
-        "argv": list(process.argv),
-        "defaults": dict(environment.defaults),
-        "front": dict(environment.front),
-        "settings": dict(environment.settings),
-        "cwd": process.cwd,
-        "is_told": process.is_told_of_endings,
-        "is_root": process.is_root,
-        "is_called": process.is_called,
-    }
+def process_of(values: Mapping[str, Any]) -> Process:
+    """The process of a frame's fields."""
+    node, argv = node_of(values["node"]), tuple(values["argv"])
+    return Process(**{**values, "node": node, "argv": argv, "environment": Environment(**values["environment"])})
 
 
-def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
-    """The process that `encode_process` encoded."""
-    return Process(
-        node=decode_node(fields["node"]),
-        host=host,
-        argv=tuple(fields["argv"]),
-        environment=Environment(fields["defaults"], fields["front"], fields["settings"]),
-        cwd=fields["cwd"],
-        is_told_of_endings=bool(fields["is_told"]),
-        is_root=bool(fields["is_root"]),
-        is_called=bool(fields["is_called"]),
-    )
-
-
-def encode_exit(one: ProcessExit) -> dict[str, Any]:
-    """How a process ended, as JSON."""
-    return {"node": encode_node(one.node), "pid": one.pid, "status": one.status, "life": one.life}
-
-
-def decode_exit(fields: dict[str, Any], host: str) -> ProcessExit:
-    """The exit that `encode_exit` encoded, on the host of that name."""
-    node, life = decode_node(fields["node"]), int(fields["life"])
-    return ProcessExit(node, int(fields["pid"]), int(fields["status"]), host=host, life=life)
+def exit_of(values: Mapping[str, Any], host: str) -> ProcessExit:
+    """The exit of a frame's fields, on the host of that name."""
+    node, life = node_of(values["node"]), int(values.get("life", 0))
+    return ProcessExit(node, int(values["pid"]), int(values["status"]), host=host, life=life)

@@ -36,10 +36,8 @@ from kvdist_launch.agent_protocol import (
     FrameDecoder,
     FrameError,
     FrameWriter,
-    decode_exit,
-    decode_node,
-    encode_node,
-    encode_process,
+    exit_of,
+    node_of,
 )
 from kvdist_launch.exits import HOST_LOST, ProcessExit
 from kvdist_launch.hosts import Host
@@ -143,8 +141,7 @@ class RemoteProcesses(HostProcesses):
         for process in processes:
             self._alive[process.node], self._lives[process.node] = 0, process.life
         secret_text = None if secret is None else secret.hex()
-        encoded = [encode_process(one) for one in processes]
-        self._writer.send("start", processes=encoded, secret=secret_text, keeps_socket=self.keeps_socket)
+        self._writer.send("start", processes=processes, secret=secret_text, keeps_socket=self.keeps_socket)
 
     def call(self, data: bytes) -> None:
         for begin in range(0, len(data), PAYLOAD_BYTES_MAX):
@@ -152,10 +149,10 @@ class RemoteProcesses(HostProcesses):
         self._writer.send("call")
 
     def signal_group(self, node: NodeId, number: int) -> None:
-        self._writer.send("signal", node=encode_node(node), number=number)
+        self._writer.send("signal", node=node, number=number)
 
     def tell(self, node: NodeId, line: str) -> None:
-        self._writer.send("tell", node=encode_node(node), line=line)
+        self._writer.send("tell", node=node, line=line)
 
     def take_exits(self) -> None:
         """Does nothing: the agent reports exits."""
@@ -260,11 +257,11 @@ class RemoteProcesses(HostProcesses):
             case "greeting":
                 self.facts = all_printable(fields)
             case "output":
-                self._listener.output(decode_node(fields["node"]), int(fields["stream"]), frame.payload)
+                self._listener.output(node_of(fields["node"]), int(fields["stream"]), frame.payload)
             case "stopped":
-                self._listener.stopped(decode_node(fields["node"]), int(fields["pid"]))
+                self._listener.stopped(node_of(fields["node"]), int(fields["pid"]))
             case "output_ended":
-                self._listener.output_ended(decode_node(fields["node"]), int(fields["stream"]))
+                self._listener.output_ended(node_of(fields["node"]), int(fields["stream"]))
             case "ended":
                 self._listener.ended(self._exits(fields))
             case "settled":
@@ -273,7 +270,7 @@ class RemoteProcesses(HostProcesses):
                     self._alive.pop(one.node, None)
                 self._listener.settled(exits)
             case "started":
-                pids = {decode_node(node): int(pid) for node, pid in fields["pids"]}
+                pids = {node_of(node): int(pid) for node, pid in fields["pids"]}
                 self._alive.update(pids)
                 self._listener.started(self.host, list(pids.items()))
             case "refused":
@@ -284,7 +281,7 @@ class RemoteProcesses(HostProcesses):
                 self.answers[kind] = all_printable(fields)
 
     def _exits(self, fields: dict[str, Any]) -> list[ProcessExit]:
-        return [decode_exit(one, self.host) for one in fields["endings"]]
+        return [exit_of(one, self.host) for one in fields["endings"]]
 
     def _read_complaints(self) -> None:
         data = self._take(self._stderr)

@@ -16,8 +16,11 @@ from unittest import mock
 
 import pytest
 
+from kvdist.nodes import NodeId, Role
 from kvdist_launch.agent_protocol import GREETING, Frame, FrameDecoder
+from kvdist_launch.environment import Environment
 from kvdist_launch.host_pool import RemoteProcesses
+from kvdist_launch.plan import Process
 from tests.cases import each
 from tests.launcher.conftest import FAILS_WHEN_READY, PACKAGES, TIMEOUT_S
 
@@ -236,16 +239,7 @@ class Agent:
         return found[0]
 
     def start(self, *argv: str, secret: str | None = None) -> int:
-        layers = {"defaults": {}, "front": {}, "settings": {}}
-        one = {
-            "node": ["worker", 0],
-            "argv": argv,
-            **layers,
-            "cwd": None,
-            "is_told": False,
-            "is_root": False,
-            "is_called": False,
-        }
+        one = Process(NodeId(Role.WORKER, 0), 0, argv, Environment())
         self.say("start", processes=[one], secret=secret, keeps_socket=False)
         return int(self.answer("started").fields["pids"][0][1])
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import os
 import selectors
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist_launch.agent_protocol import HEADER_BYTES_MAX, PIPE_FULL_BYTES, Frame, FrameDecoder, FrameError, FrameWriter
+from kvdist.nodes import NodeId, Role
+from kvdist_launch.agent_protocol import (
+    HEADER_BYTES_MAX,
+    PIPE_FULL_BYTES,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    FrameWriter,
+    exit_of,
+    process_of,
+)
+from kvdist_launch.environment import Environment
+from kvdist_launch.exits import ProcessExit
+from kvdist_launch.plan import Process
 from tests.cases import each
 
 FRAMES = [
@@ -30,6 +44,18 @@ def test_frames_are_the_same_however_the_pipe_cuts_them(sizes):
         found += decoder.feed(data[position : position + size])
         position += size
     assert found == FRAMES
+
+
+def test_processes_and_exits_are_the_same_on_the_other_side():
+    layers = Environment({"A": "1"}, {"PATH": "/x"}, {"B": "two\nlines"})
+    processes = [
+        Process(NodeId(Role.WORKER, 3), 1, ("python", "-c", ""), layers, cwd="/there", is_called=True),
+        Process(NodeId(Role.SCHEDULER, 0), -1, ("python",), Environment(), is_root=True, is_told_of_endings=True),
+    ]
+    exits = [ProcessExit(NodeId(Role.SERVER, 0), 42, -9, host="d1", life=2), ProcessExit(processes[0].node, 43, 0)]
+    (frame,) = FrameDecoder().feed(Frame("start", {"processes": processes, "endings": exits}).encode())
+    assert [process_of(one) for one in frame.fields["processes"]] == processes
+    assert [exit_of(one, "d1") for one in frame.fields["endings"]] == [exits[0], replace(exits[1], host="d1")]
 
 
 @each(

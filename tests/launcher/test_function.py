@@ -205,7 +205,7 @@ def test_a_function_of_a_notebook_shows_its_lines_in_a_traceback(capsys):
         del linecache.cache[name]
     for text in (caught.value.traceback, capsys.readouterr().err.replace("w0 │ ", "")):
         assert f'  File "{name}", line 5, in fn\n    return inner({{}})\n' in text
-        assert f'  File "{name}", line 3, in inner\n    return batch[\'price\']\n' in text
+        assert f"  File \"{name}\", line 3, in inner\n    return batch['price']\n" in text
 
 
 @pytest.mark.slow_cases("exit(5)-SystemExit-5", "raise LookupError('no')-LookupError-1")
