@@ -26,7 +26,6 @@ from kvdist.nodes import SCHEDULER, NodeId
 from kvdist_launch.agent_protocol import (
     GREETING,
     PIPE_READ_BYTES,
-    REPLIES,
     Frame,
     FrameDecoder,
     FrameWriter,
@@ -34,7 +33,7 @@ from kvdist_launch.agent_protocol import (
     process_of,
 )
 from kvdist_launch.exits import ProcessExit
-from kvdist_launch.probe import HostProbe, facts_of_this_host
+from kvdist_launch.probe import facts_of_this_host
 from kvdist_launch.processes import BEAT_S, CommandError, LocalProcesses, SignalPipe
 from kvdist_launch.root_socket import turn_away
 from kvdist_launch.start import INTERRUPTIONS, inherit
@@ -63,7 +62,6 @@ class Agent:
         self._decoder = FrameDecoder()
         self._writer = FrameWriter(self._selector, outward, self._lose)
         self._processes = LocalProcesses(self._selector, self)
-        self._probe = HostProbe(self._selector)
         self._alive: list[NodeId] = []
         self._listening: socket.socket | None = None
         self._call = bytearray()
@@ -87,7 +85,6 @@ class Agent:
                     self._drain()
             finally:
                 self._stop_listening()
-                self._probe.close()
                 self._processes.release()
         return 1 if self._is_lost else 0
 
@@ -147,14 +144,14 @@ class Agent:
                 self._processes.tell(node, str(fields["line"]))
             case "leave":
                 self._is_dismissed = True
-            case "measure_end":
-                self._probe.end_measurement()
-            case kind if kind in REPLIES:
-                self._writer.send(REPLIES[kind], **self._probe.answer(kind, fields))
+            case "ask":
+                question = str(fields.pop("question"))
+                self._processes.ask(question, **fields)
+                self._writer.send("answer", question=question, found=self._processes.answers[question])
 
     def _start(self, fields: dict[str, Any]) -> None:
         processes = [process_of(one) for one in fields["processes"]]
-        found = self._probe.take_listening()
+        found = self._processes.probe.take_listening()
         if found is not None:
             turn_away(found)
             self._listening = found

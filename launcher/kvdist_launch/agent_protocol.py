@@ -25,14 +25,6 @@ from kvdist_launch.plan import Process
 GREETING = b"kvdist-agent 1"
 """The first line of an agent, with the version of this protocol."""
 
-REPLIES = {
-    "prepare": "prepared",
-    "measure_listen": "measure_listening",
-    "measure_dial": "measured",
-    "measure_compute": "computed",
-}
-"""Kind of a question about a host → kind of its answer; see `probe.HostProbe`."""
-
 HEADER_BYTES_MAX = 64 << 20
 """Largest head of a frame: that of a plan with the environments of many processes."""
 

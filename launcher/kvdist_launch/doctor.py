@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import selectors
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-from kvdist.config.addresses import address_of_interface, this_machine
+from kvdist.config.addresses import address_of_interface
 from kvdist.config.command_line import USAGE_ERROR, Parser, end_with
 from kvdist.errors import ConfigError
 from kvdist.estimate import (
@@ -34,13 +33,12 @@ from kvdist.estimate import (
     positives,
 )
 from kvdist.nodes import Role
-from kvdist_launch.agent_protocol import REPLIES
-from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses, judge, table
+from kvdist_launch.host_pool import HostConnection, HostPool, judge, table
 from kvdist_launch.hosts import Host, read_hosts
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import OPTIONS
 from kvdist_launch.output import JobOutput, TextSink, text_table
-from kvdist_launch.probe import SERVE_S, TOKEN_BYTES, HostProbe, LinkSpeed
+from kvdist_launch.probe import SERVE_S, TOKEN_BYTES, LinkSpeed
 from kvdist_launch.ssh import python_of_hosts, ssh_options
 from kvdist_launch.start import inherit
 from kvdist_launch.supervisor import Supervisor
@@ -130,17 +128,18 @@ def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
     supervisor = Supervisor(JobOutput(sink, sink), sink, GracePeriods())
     with HostPool(hosts, python_of_hosts(options), ssh_options(options), supervisor) as pool:
         pool.connect()
+        pool.here.found["address"] = mine
         pool.ask(lambda _: {"folder": options.sync_dst_dir, "interface": interface})
         for one in pool.connections:
             one.problem = one.problem or str(one.found.get("no_interface", ""))
         judge(pool.connections, options.sync_dst_dir)
         name_twice_named(pool.connections)
         if options.speeds is None:
-            _measure_speeds(pool, supervisor.selector)
-        count = 1 + sum(not one.problem for one, _ in pool.remote())
+            _measure_speeds(pool)
+        count = 1 + sum(not (one.is_here or one.problem) for one in pool.connections)
         if (seconds := count * (count - 1) * LINK_S) > SILENT_S:
             sink.write_lines(b"", [f"measuring {count} machines in pairs, about {seconds:.0f} s\n".encode()])
-        links = measure_links(pool, supervisor.selector, mine)
+        links = measure_links(pool)
         problems = [f"{one.host.name}: {one.problem}" for one in pool.connections if one.problem]
         problems += links.problems
         well = [one for one in pool.connections if not one.problem]
@@ -163,17 +162,19 @@ def name_twice_named(connections: Sequence[HostConnection]) -> None:
             one.problem = f"the same machine as {name}: name it once, with the slots of both, as in -H {name}:2"
 
 
-def _measure_speeds(pool: HostPool, selector: selectors.BaseSelector) -> None:
+def _measure_speeds(pool: HostPool) -> None:
     """Let the hosts without a problem measure their speeds, in turn."""
-    here = HostProbe(selector)
     for one in pool.connections:
-        if one.problem:
-            continue
-        probe = one.processes if isinstance(one.processes, RemoteProcesses) else here
-        found = _Machine(probe, pool, one).ask("measure_compute")
-        one.problem = str(found.get("problem", ""))
         if not one.problem:
-            one.found["gflops"] = f"{found['gflops']:.3g}"
+            found = _answer(pool, one, "measure_compute")
+            one.problem = str(found.get("problem", ""))
+            one.found["gflops"] = "" if one.problem else f"{found['gflops']:.3g}"
+
+
+def _answer(pool: HostPool, one: HostConnection, question: str, **fields: Any) -> dict[str, Any]:
+    """The answer of a host to a question of `HostProbe.answer`; a ``problem`` if it does not answer."""
+    (answer,) = pool.answers(question, [(one, fields)], ANSWER_S)
+    return {"problem": answer} if isinstance(answer, str) else answer
 
 
 def _modes(options: argparse.Namespace, connections: Sequence[HostConnection], links: LinkTable) -> list[Mode]:
@@ -272,80 +273,35 @@ class LinkTable:
         return text_table([title, *self.names], rows, right=True)
 
 
-def measure_links(pool: HostPool, selector: selectors.BaseSelector, address: str | None = None) -> LinkTable:
-    """Measure the links between all connected hosts, and this machine.
+def measure_links(pool: HostPool) -> LinkTable:
+    """Measure the links between this machine and all hosts without a problem.
 
     Args:
-        pool: the hosts. To measure an interface, each must have been asked for its address on it. If a host is this
-            machine, this machine has the host's name in the tables.
-        selector: the pool's.
-        address: this machine's address on that interface; None measures the routes by which hosts were reached.
+        pool: the hosts. To measure an interface, each must have been asked for its address on it, and `pool.here` have
+            found its own. If a host is this machine, this machine has the host's name in the tables.
     """
-    there = [_Machine(remote, pool, connection) for connection, remote in pool.remote() if not connection.problem]
-    names = [machine.name for machine in there if machine.is_here]
-    here = _Machine(HostProbe(selector), pool, own_address=address, own_name=names[0] if names else HERE)
-    machines = [here, *(machine for machine in there if not machine.is_here)]
-    try:
-        pairs = permutations(range(len(machines)), 2)
-        speeds = {(source, target): _measure(machines[source], machines[target]) for source, target in pairs}
-    finally:
-        here.end_measurement()
-    return LinkTable(tuple(machine.name for machine in machines), speeds)
+    others = [one for one in pool.connections if not one.is_here and not one.problem]
+    names_of_here = [one.host.name for one in others if one.is_this_machine]
+    others = [one for one in others if not one.is_this_machine]
+    machines = [pool.here, *others]
+    pairs = permutations(range(len(machines)), 2)
+    speeds = {(source, target): _measure(pool, machines[source], machines[target]) for source, target in pairs}
+    name_of_here = next(iter(names_of_here), HERE)
+    return LinkTable((name_of_here, *(one.host.name for one in others)), speeds)
 
 
-def _measure(source: _Machine, target: _Machine) -> LinkSpeed:
+def _measure(pool: HostPool, source: HostConnection, target: HostConnection) -> LinkSpeed:
     token = os.urandom(TOKEN_BYTES).hex()
-    address = target.address_from(source)
+    address = str(target.found.get("address") or (source.seen_as if target.is_here else target.address))
     if not address:
-        return LinkSpeed(problem=f"the address under which {target.name} is reached is unknown")
-    opened = target.ask("measure_listen", address=address, token=token)
+        return LinkSpeed(problem=f"the address under which {_name(target)} is reached is unknown")
+    opened = _answer(pool, target, "measure_listen", address=address, token=token)
     try:
         if "port" not in opened:
-            return LinkSpeed(problem=f"{target.name}: {opened['problem']}")
-        return LinkSpeed(**source.ask("measure_dial", address=address, port=int(opened["port"]), token=token))
+            return LinkSpeed(problem=f"{_name(target)}: {opened['problem']}")
+        return LinkSpeed(**_answer(pool, source, "measure_dial", address=address, port=opened["port"], token=token))
     finally:
-        target.end_measurement()
-
-
-@dataclass(frozen=True)
-class _Machine:
-    """An end of a link: this machine with its probe, another machine with its agent."""
-
-    probe: HostProbe | RemoteProcesses
-    pool: HostPool
-    connection: HostConnection | None = None
-    own_address: str | None = None
-    own_name: str = HERE
-
-    @property
-    def name(self) -> str:
-        return self.own_name if self.connection is None else self.connection.host.name
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine, even if an agent reaches it."""
-        return self.connection is None or self.connection.facts.get("machine") == this_machine()
-
-    def address_from(self, other: _Machine) -> str:
-        """The address under which `other` reaches this machine; '' if it is not known."""
-        if self.connection is not None:
-            return str(self.connection.found.get("address") or self.connection.address)
-        return self.own_address or ("" if other.connection is None else other.connection.seen_as)
-
-    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-        if isinstance(self.probe, HostProbe):
-            return self.probe.answer(kind, fields)
-        agent, reply = self.probe, REPLIES[kind]
-        agent.ask(kind, **fields)
-        self.pool.turn_until(lambda: reply in agent.answers or bool(agent.failure), ANSWER_S)
-        nothing = {"problem": agent.failure or f"its agent has not answered within {ANSWER_S:g} s"}
-        return agent.answers.get(reply, nothing)
-
-    def end_measurement(self) -> None:
-        if isinstance(self.probe, HostProbe):
-            self.probe.end_measurement()
-        else:
-            self.probe.ask("measure_end")
+        target.processes.ask("measure_end")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from kvdist_launch.agent_protocol import (
     GREETING,
     PAYLOAD_BYTES_MAX,
     PIPE_READ_BYTES,
-    REPLIES,
     Frame,
     FrameDecoder,
     FrameError,
@@ -43,7 +42,7 @@ from kvdist_launch.exits import HOST_LOST, ProcessExit
 from kvdist_launch.hosts import Host
 from kvdist_launch.output import LineSplitter, all_printable, printable, text_table
 from kvdist_launch.plan import Process
-from kvdist_launch.probe import HostProbe, facts_of_this_host
+from kvdist_launch.probe import facts_of_this_host
 from kvdist_launch.processes import (
     BEAT_S,
     NOT_EXECUTABLE,
@@ -89,7 +88,6 @@ class RemoteProcesses(HostProcesses):
 
     Attributes:
         facts: the first frame of the agent, about its host; None until then.
-        answers: kind → the fields of the last answer of that kind.
     """
 
     def __init__(
@@ -100,10 +98,9 @@ class RemoteProcesses(HostProcesses):
         listener: ProcessListener,
         patience_s: float = Limits.patience_s,
     ) -> None:
+        super().__init__()
         self.host = host
         self.facts: dict[str, Any] | None = None
-        self.answers: dict[str, dict[str, Any]] = {}
-        self.failure = ""
         self._patience_s = max(patience_s, SILENT_BEATS_MIN * BEAT_S)
         self._selector = selector
         self._listener = listener
@@ -129,10 +126,9 @@ class RemoteProcesses(HostProcesses):
 
     # Requests of the launcher.
 
-    def ask(self, kind: str, **fields: Any) -> None:
-        """Send the agent a frame; the answer to a question will be in `answers`."""
-        self.answers.pop(REPLIES.get(kind, ""), None)
-        self._writer.send(kind, **fields)
+    def ask(self, question: str, **fields: Any) -> None:
+        self.answers.pop(question, None)
+        self._writer.send("ask", question=question, **fields)
 
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
@@ -277,8 +273,8 @@ class RemoteProcesses(HostProcesses):
                 self._alive.clear()
                 text = printable(str(fields["text"]))
                 self._refusal = CommandError(f"on {self.host}, {text}", int(fields["code"]) or NOT_EXECUTABLE)
-            case kind:
-                self.answers[kind] = all_printable(fields)
+            case "answer":
+                self.answers[str(fields["question"])] = all_printable(fields["found"])
 
     def _exits(self, fields: dict[str, Any]) -> list[ProcessExit]:
         return [exit_of(one, self.host) for one in fields["endings"]]
@@ -351,8 +347,13 @@ class HostConnection:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine."""
+        """Whether its processes are started without an agent."""
         return isinstance(self.processes, LocalProcesses)
+
+    @property
+    def is_this_machine(self) -> bool:
+        """Whether its machine is this machine, even if an agent reaches it."""
+        return self.is_here or self.facts.get("machine") == this_machine()
 
     @property
     def seen_as(self) -> str:
@@ -379,6 +380,7 @@ class HostPool:
         supervisor: provides the selector, and listens to the processes.
 
     Attributes:
+        here: this machine, which need not be among the hosts.
         connections: the connections, in the order of `hosts`.
         ssh: the user's options.
     """
@@ -387,16 +389,12 @@ class HostPool:
         self._supervisor = supervisor
         self._python = python
         self.ssh = ssh
-        self._probe = HostProbe(supervisor.selector)
         self._beat_at = time.monotonic() + BEAT_S
         self._look_by = time.monotonic() + LOOK_S
-        self.connections: list[HostConnection] = []
-        for host in hosts:
-            if host.is_local:
-                local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
-                self.connections.append(HostConnection(host, local, facts_of_this_host()))
-                continue
-            self.connections.append(HostConnection(host, self._dial(host)))
+        local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
+        named = next((host for host in hosts if host.is_local), Host("localhost"))
+        self.here = HostConnection(named, local, facts_of_this_host())
+        self.connections = [self.here if host.is_local else HostConnection(host, self._dial(host)) for host in hosts]
 
     def _dial(self, host: Host) -> RemoteProcesses:
         argv = agent_command(host, host.python or self._python, self.ssh)
@@ -405,7 +403,7 @@ class HostPool:
     def dial_again(self, connection: HostConnection) -> HostProcesses:
         """The processes of a host, through a new agent if the last agent has ended."""
         processes = connection.processes
-        if processes.failure or (isinstance(processes, RemoteProcesses) and processes.is_silent):
+        if processes.failure or (not connection.is_here and processes.is_silent):
             processes.hang_up()
             connection.processes = self._dial(connection.host)
         return connection.processes
@@ -415,16 +413,18 @@ class HostPool:
 
     def __exit__(self, *error: object) -> None:
         """Release all hosts concurrently."""
-        self._probe.close()
-        for _, remote in self.remote():
-            remote.ask("leave")
-            remote.hang_up()
-        for connection in self.connections:
-            connection.processes.release()
+        self._release([self.here, *self.connections])
+
+    def _release(self, connections: Sequence[HostConnection]) -> None:
+        for one in connections:
+            one.processes.dismiss()
+            one.processes.hang_up()
+        for one in connections:
+            one.processes.release()
 
     def connect(self) -> None:
         """Wait for every agent's first frame; a host without it gets a problem with advice."""
-        remotes = self.remote()
+        remotes = [(one, one.processes) for one in self.connections if isinstance(one.processes, RemoteProcesses)]
         self.turn_until(lambda: all(one.facts is not None or one.failure for _, one in remotes), GREETING_S)
         for connection, remote in remotes:
             if remote.failure or remote.facts is None:
@@ -439,22 +439,30 @@ class HostPool:
         Args:
             questions: the questions for a host; a host with none is not asked.
         """
-        asked = []
-        for connection, remote in self.remote():
-            wanted = questions(connection)
-            if not connection.problem and wanted:
-                remote.ask("prepare", **wanted)
-                asked.append((connection, remote))
-        for connection in self.connections:
-            if connection.is_here and (wanted := questions(connection)):
-                connection.found.update(self._probe.answer("prepare", wanted))
-        left_s = max(ANSWER_S_MIN, self._look_by - time.monotonic())
-        self.turn_until(lambda: all("prepared" in one.answers or one.failure for _, one in asked), left_s)
-        for connection, remote in asked:
-            if "prepared" in remote.answers:
-                connection.found.update(remote.answers["prepared"])
+        asked = [(one, wanted) for one in self.connections if not one.problem and (wanted := questions(one))]
+        answers = self.answers("prepare", asked, max(ANSWER_S_MIN, self._look_by - time.monotonic()))
+        for (one, _), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, str):
+                one.problem = answer
             else:
-                connection.problem = remote.failure or f"its agent has not answered within {left_s:.0f} s"
+                one.found.update(answer)
+
+    def answers(
+        self, question: str, asked: Sequence[tuple[HostConnection, dict[str, Any]]], timeout_s: float
+    ) -> list[dict[str, Any] | str]:
+        """The answers of hosts to a question, or a sentence about each host that did not answer.
+
+        Args:
+            question: as for `HostProbe.answer`.
+            asked: the hosts, each with the fields of its question.
+            timeout_s: how long to wait for all of them.
+        """
+        hosts = [one.processes for one, _ in asked]
+        for host, (_, wanted) in zip(hosts, asked, strict=True):
+            host.ask(question, **wanted)
+        self.turn_until(lambda: all(question in host.answers or host.failure for host in hosts), timeout_s)
+        silent = f"its agent has not answered within {timeout_s:.2g} s"
+        return [host.answers.get(question, host.failure or silent) for host in hosts]
 
     def turn_until(self, is_done: Callable[[], bool], timeout_s: float = float("inf")) -> None:
         """Handle events of the hosts until `is_done`, or the time is up."""
@@ -463,22 +471,13 @@ class HostPool:
             self._supervisor.turn(max(0.0, min(deadline, self._beat_at) - now))
             if time.monotonic() >= self._beat_at:
                 self._beat_at = time.monotonic() + BEAT_S
-                for _, remote in self.remote():
-                    remote.beat(time.monotonic())
+                for one in self.connections:
+                    one.processes.beat(time.monotonic())
 
     def dismiss_idle(self, busy: Iterable[HostProcesses]) -> None:
         """Release the hosts that have no process to run."""
         in_use = list(busy)
-        idle = [remote for _, remote in self.remote() if remote not in in_use]
-        for remote in idle:
-            remote.ask("leave")
-            remote.hang_up()
-        for remote in idle:
-            remote.release()
-
-    def remote(self) -> list[tuple[HostConnection, RemoteProcesses]]:
-        """The hosts that are other machines."""
-        return [(one, one.processes) for one in self.connections if isinstance(one.processes, RemoteProcesses)]
+        self._release([one for one in self.connections if one.processes not in in_use])
 
 
 # Checks before the start.
@@ -612,7 +611,7 @@ def _cells(one: HostConnection) -> list[str]:
     free = found.get("folder", {}).get("free_bytes")
     unreachable = found.get("unreachable")
     return [
-        "this machine" if one.is_here or facts.get("machine") == this_machine() else one.address,
+        "this machine" if one.is_this_machine else one.address,
         str(facts["python_version"]),
         str(facts["version"]),
         str(facts["cores"]),

@@ -28,7 +28,7 @@ from kvdist_launch.host_pool import HostConnection, HostPool, judge, require_all
 from kvdist_launch.hosts import Host
 from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, moved, plan, root_host, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.processes import HostProcesses, LocalProcesses
+from kvdist_launch.processes import HostProcesses
 from kvdist_launch.root_socket import listen, port_of, ports_of, turn_away
 from kvdist_launch.ssh import RsyncRun, SyncOptions, progress_bars, python_of_hosts, ssh_options
 from kvdist_launch.supervisor import Assignment, Supervisor
@@ -289,8 +289,7 @@ class _HostJob:
     def _assignments(self, processes: Sequence[Process]) -> list[tuple[HostProcesses, list[Process]]]:
         """What each host starts. This machine is a further host if only the scheduler runs on it."""
         hosts: dict[int, HostProcesses] = {index: one.processes for index, one in enumerate(self._connections)}
-        here = next((one.processes for one in self._connections if one.is_here), None)
-        hosts[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor, self._supervisor.exits)
+        hosts[LAUNCHER] = self._pool.here.processes
         found: dict[int, tuple[HostProcesses, list[Process]]] = {}
         for process in processes:
             host = hosts[process.host]

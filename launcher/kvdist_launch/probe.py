@@ -116,7 +116,7 @@ class HostProbe:
         """The answer to a question.
 
         Args:
-            kind: ``prepare``, ``measure_listen``, ``measure_dial`` or ``measure_compute``.
+            kind: ``prepare``, ``measure_listen``, ``measure_dial``, ``measure_end`` or ``measure_compute``.
             fields: for ``prepare``: ``folder``: a folder that must be writable; ``cwd``: a folder that must exist;
                 ``dial``: (address, port) to be reached; ``interface``: a network card, or a network, in which this host
                 has an address;
@@ -127,6 +127,9 @@ class HostProbe:
             return {**_answers(fields), **self._listen(fields.get("listen"))}
         if kind == "measure_compute":
             return measure_compute()
+        if kind == "measure_end":
+            self.end_measurement()
+            return {}
         address, token = str(fields["address"]), bytes.fromhex(str(fields["token"]))
         if kind == "measure_listen":
             return self._listen_for_measurement(address, token)

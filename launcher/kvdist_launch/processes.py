@@ -21,12 +21,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.plan import Process
+from kvdist_launch.probe import HostProbe
 from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
 from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
 from kvdist_launch.security import SecretFile
@@ -179,11 +180,19 @@ class HostProcesses(abc.ABC):
         host: the host's name, for people; empty for this machine.
         failure: why the host is lost; empty while it is not.
         keeps_socket: whether the root may be restarted, and needs its socket then.
+        answers: question → the last answer to it; see `ask`.
     """
 
     host = ""
     failure = ""
     keeps_socket = False
+
+    def __init__(self) -> None:
+        self.answers: dict[str, dict[str, Any]] = {}
+
+    @abc.abstractmethod
+    def ask(self, question: str, **fields: Any) -> None:
+        """Ask the host a question of `HostProbe.answer`, whose answer will be in `answers`."""
 
     @abc.abstractmethod
     def start(
@@ -375,11 +384,16 @@ class LocalProcesses(HostProcesses):
         selector: waits for their outputs; the data of a key is the callback.
         listener: receives the events.
         exits: gets SIGCHLD posted by a thread for each process; None if the launcher handles the real signal.
+
+    Attributes:
+        probe: answers the questions about this machine.
     """
 
     def __init__(
         self, selector: selectors.BaseSelector, listener: ProcessListener, exits: EventPipe | None = None
     ) -> None:
+        super().__init__()
+        self.probe = HostProbe(selector)
         self._selector = selector
         self._listener = listener
         self._exits = exits
@@ -392,6 +406,9 @@ class LocalProcesses(HostProcesses):
         self._secret: SecretFile | None = None
         self._is_paused = False
         self._stopped: dict[NodeId, int] = {}
+
+    def ask(self, question: str, **fields: Any) -> None:
+        self.answers[question] = self.probe.answer(question, fields)
 
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
@@ -528,6 +545,7 @@ class LocalProcesses(HostProcesses):
         for child in self._children.values():
             child.reap()
         self._children.clear()
+        self.probe.close()
         if self._secret is not None:
             self._secret.remove()
             self._secret = None

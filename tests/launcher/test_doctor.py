@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import shlex
 from types import SimpleNamespace
 
@@ -101,9 +100,8 @@ def test_a_host_that_is_this_machine_is_shown_as_such_and_has_no_link_to_itself(
     mine, other = connected("my-name", this_machine()), connected("d2", "b2")
     first, second = table([mine, other]).splitlines()[2:]
     assert first.split()[:3] == ["my-name", "this", "machine"] and "this machine" not in second
-    pool = SimpleNamespace(remote=lambda: [(mine, None)])
-    with selectors.DefaultSelector() as selector:
-        assert measure_links(pool, selector) == LinkTable(("my-name",), {})  # type: ignore[arg-type]
+    pool = SimpleNamespace(here=connected("localhost", this_machine()), connections=[mine])
+    assert measure_links(pool) == LinkTable(("my-name",), {})  # type: ignore[arg-type]
 
 
 def test_the_tables_have_a_cell_for_each_direction_and_a_sentence_for_each_that_failed():
