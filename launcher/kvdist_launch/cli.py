@@ -130,7 +130,7 @@ class _Launch:
     def _run(self) -> int:
         request, options = self._request, self._request.options
         hosts = hosts_of(request)
-        launcher = _launcher_facts(hosts)
+        launcher = launcher_facts(hosts)
         job = job_of(request, hosts, launcher.environ)
         for note in unknown_variables({**launcher.environ, **job.env, **job.env_server, **job.env_worker}):
             self._err.say(note)
@@ -147,7 +147,7 @@ class _Launch:
             counted = replace(job, env={**job.env, RESTARTS: str(attempt)}) if attempt else job
             supervisor = self._begin_attempt() if attempt else self._attempts[0]
             try:
-                code = _run_once(self._request, counted, hosts, launcher, supervisor)
+                code = run_once(self._request, counted, hosts, launcher, supervisor)
             except (ConfigError, Interrupted) as error:
                 if not attempt:
                     raise
@@ -162,9 +162,18 @@ class _Launch:
         return code
 
 
-def _run_once(
-    request: Request, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
-) -> int:
+def run_once(request: Request, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor) -> int:
+    """Run an attempt at the job of a request. Returns its exit code.
+
+    Args:
+        request, job, hosts: the request, and the job and the hosts that it asks for.
+        launcher: the facts of this machine; see `launcher_facts`.
+        supervisor: runs the attempt.
+
+    Raises:
+        ConfigError: the job cannot be started.
+        Interrupted: the user wants it to end, and it has not begun.
+    """
     if all(host.is_local for host in hosts):
         return _run_here(job, hosts, launcher, supervisor, request.options.verbose)
     return _run_on_hosts(request, job, hosts, launcher, supervisor)
@@ -205,13 +214,14 @@ def _run_here(
     is_local = job.num_servers > 0 and not job.security.word
     with listening_here(ports_of({**launcher.environ, **job.env}), is_local) as listening:
         processes = plan(replace(job, port=port_of(listening)), hosts, facts, launcher)
-        notes = [thread_note(processes, hosts, facts), *(worker_lines(processes, hosts) if is_verbose else ())]
+        notes: list[str | None] = [] if supervisor.is_quiet else [thread_note(processes, hosts, facts)]
+        notes += worker_lines(processes, hosts) if is_verbose else ()
         # The limit is raised for this process, which reads what all of them print, and for them.
         notes.append(open_files_warning(raise_open_files_limit(), job.num_workers, job.num_servers))
         notes.append(PLAIN_HERE if job.security.word == NONE else None)
         for note in filter(None, notes):
             supervisor.say(note)
-        local = LocalProcesses(supervisor.selector, supervisor)
+        local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
         return supervisor.run([(local, processes)], listening, job.security.secret_of_run(), losses=job.losses)
 
 
@@ -228,7 +238,7 @@ def _run_on_hosts(
     return run_on_hosts(request.options, job, hosts, supervisor, launcher.environ)
 
 
-def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
+def launcher_facts(hosts: Sequence[Host]) -> HostFacts:
     """This machine; ``python`` will be the interpreter that runs the launcher, on every host."""
     address = LOOPBACK if all(host.is_local for host in hosts) else host_name()
     return HostFacts(usable_cores(), sys.executable, address, os.environ)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,16 @@ from kvdist.config.processes import module_words
 from kvdist.config.settings import read_view
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
+from kvdist_launch.cli import launcher_facts, run_once
 from kvdist_launch.environment import parse_assignments
 from kvdist_launch.exits import ProcessExit, signal_name
-from kvdist_launch.hosts import Host
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import parse_options
 from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, TextSink
-from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan, worker_lines
-from kvdist_launch.probe import usable_cores
-from kvdist_launch.processes import EventPipe, LocalProcesses, SignalPipe
-from kvdist_launch.request import ROLE_COMMAND, Request, job_of
+from kvdist_launch.plan import PYTHON
+from kvdist_launch.processes import EventPipe, SignalPipe
+from kvdist_launch.request import Request, job_of
 from kvdist_launch.request import hosts_of as request_hosts
-from kvdist_launch.root_socket import LOOPBACK, listening_here, port_of, ports_of
 from kvdist_launch.run_cli import (
     FOREIGN_NAMES,
     NOT_ENCRYPTED,
@@ -49,14 +46,16 @@ from kvdist_launch.run_cli import (
     ssh_option_of,
     without_effect,
 )
-from kvdist_launch.security import NONE, PLAIN_HERE, Security, security_of
+from kvdist_launch.security import NONE
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Interrupted, Supervisor
 
-HERE = (Host("localhost"),)
-
 GRACE_S = 2.0
 """For the others to end after a failure, as the caller waits for the traceback."""
+
+
+TIMEOUT, RAISED = "timeout", "raised"
+"""Reasons to end a job: the user's time limit; a function has raised, and its process does not end."""
 
 
 class JobFailure(KvdistError, RuntimeError):
@@ -172,8 +171,6 @@ def run(
             raise ConfigError(f"{name} is {number}; a job needs at least {least}")
     places = hosts_of(hosts, hostfile, count, socket.gethostname())
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
-    if start_timeout is not None:
-        own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
     if on_loss is not None:
         own = {"KVDIST_ON_LOSS": on_loss, **own}
     losses = _losses({**os.environ, **own}, count, servers)
@@ -181,19 +178,20 @@ def run(
         raise ConfigError(
             f"on_loss is {on_loss!r}, which needs servers, as they hold the weights: give servers=1 or more"
         )
+    options = parse_options([])
+    options.num_workers, options.num_servers, options.verbose = count, servers, bool(verbose)
+    options.start_timeout = start_timeout
+    options.env = [f"{name}={value}" for name, value in own.items()]
     is_here = all(host.is_local for host in places)
-    wanted = _Wanted(count, servers, own, bool(verbose), executable, tuple(places), losses)
-    if is_here:
-        start = partial(
-            _run_here, wanted, security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
-        )
-    else:
-        network = network_interfaces or network_interface
-        start = partial(
-            _run_on_hosts, _request(wanted, ssh_option_of(ssh_port, ssh_identity_file), network, sync_dst_dir)
-        )
-    calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, losses.goes_on)
-    _run_calls(calls, start, timeout_s, bool(verbose), output_filename)
+    if not is_here:
+        options.interface, options.sync_dst_dir = _interface(network_interfaces or network_interface), sync_dst_dir
+        options.ssh_option = ssh_option_of(ssh_port, ssh_identity_file)
+        options.security = None if servers else security_between({**os.environ, **own})
+    python = executable or (sys.executable if is_here else PYTHON)
+    command = (python, *module_words("kvdist_launch.worker_main"))
+    request = Request(options, command, hosts=tuple(places), is_filled=True)
+    calls = WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, losses.goes_on, timeout_s)
+    _run_calls(calls, request, output_filename)
     return calls.results()
 
 
@@ -209,23 +207,6 @@ def _losses(environ: Mapping[str, str], workers: int, servers: int) -> LossPolic
     return losses
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The job that was requested: counts, variables, the Python of the workers, and hosts."""
-
-    workers: int
-    servers: int
-    env: Mapping[str, str]
-    is_verbose: bool
-    executable: str | None
-    hosts: tuple[Host, ...]
-    losses: LossPolicy
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        return (self.executable or PYTHON, *module_words("kvdist_launch.worker_main"))
-
-
 def _check_foreign(arguments: Mapping[str, object], is_verbose: bool) -> None:
     """Refuse arguments of Horovod's that would change the job, and warn of those without effect."""
     foreign = [name for name in FOREIGN_NAMES if arguments.get(name) is not None]
@@ -236,95 +217,40 @@ def _check_foreign(arguments: Mapping[str, object], is_verbose: bool) -> None:
         print(f"{PROGRAM}: {without_effect(foreign)}", file=sys.stderr, flush=True)
 
 
-def _run_calls(
-    calls: _WorkerCalls,
-    start: Callable[[Supervisor], int],
-    timeout_s: float | None,
-    is_verbose: bool,
-    output_folder: str | None,
-) -> None:
-    """Run the job that `start` starts, to its exit code; raise what failed it."""
+def _interface(names: str | Sequence[str] | None) -> str | None:
+    """The only name among those of network interfaces."""
+    listed: Sequence[str | None] = names.split(",") if isinstance(names, str) else names or [None]
+    if len(listed) > 1:
+        raise ConfigError(f"network_interfaces is {names!r}: name one interface, the one that all hosts have in common")
+    return listed[0]
+
+
+def _run_calls(calls: WorkerCalls, request: Request, output_folder: str | None) -> None:
+    """Run the job of a request, whose workers make calls, to its end; raise what failed it."""
+    hosts = request_hosts(request)
+    launcher = launcher_facts(hosts)
+    job = replace(job_of(request, hosts, launcher.environ), is_called=True)
     is_main = threading.current_thread() is threading.main_thread()
     events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
-    logs = None if output_folder is None else LogFiles(Path(expanded(output_folder)), err.say, len(calls))
-    grace = GracePeriods(grace_s=GRACE_S)
-    supervisor = Supervisor(JobOutput(out, err, logs=logs), err, grace, None, events, not is_verbose, calls)
-    deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
-    calls.attend(supervisor, deadline, raised)
-    with deadline, raised:
-        try:
-            code = start(supervisor)
-        except Interrupted:
-            raise KeyboardInterrupt from None
+    logs = None if output_folder is None else LogFiles(Path(expanded(output_folder)), err.say, job.num_workers)
+    output, grace = JobOutput(out, err, logs=logs), GracePeriods(grace_s=GRACE_S)
+    supervisor = Supervisor(output, err, grace, None, events, not request.options.verbose, calls)
+    calls.supervisor = supervisor
+    if request.options.security == NONE:
+        supervisor.say(NOT_ENCRYPTED)
+    try:
+        code = run_once(request, job, hosts, launcher, supervisor)
+    except Interrupted:
+        raise KeyboardInterrupt from None
     cause = supervisor.job.cause
     if cause is not None:
         raise _failure(cause, calls, supervisor.last_lines(cause.node))
-    if raised.is_over and code:
-        raise calls.failure(calls.raised[0], None, ())
-    if deadline.is_over and code:
-        raise DeadlineExceeded(f"not every worker's function had returned after {timeout_s:g} s; the job was ended")
     if code:
-        raise KeyboardInterrupt
+        raise calls.reason_of_end() or KeyboardInterrupt
 
 
-def _run_here(wanted: _Wanted, security: Security, supervisor: Supervisor) -> int:
-    """Run a job of this machine. Returns its exit code."""
-    is_local = wanted.servers > 0 and not security.word
-    with listening_here(ports_of({**os.environ, **wanted.env}), is_local) as listening:
-        job = JobSpec(
-            num_workers=wanted.workers,
-            num_servers=wanted.servers,
-            command=wanted.command,
-            role_command=ROLE_COMMAND,
-            port=port_of(listening),
-            name=os.urandom(8).hex(),
-            is_called=True,
-            env=wanted.env,
-            security=security,
-            losses=wanted.losses,
-        )
-        here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
-        processes = plan(job, HERE, [here], here)
-        notes = worker_lines(processes, HERE) if wanted.is_verbose else []
-        for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
-            supervisor.say(note)
-        local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
-        return supervisor.run([(local, processes)], listening, security.secret_of_run(), losses=job.losses)
-
-
-def _request(
-    wanted: _Wanted, ssh_option: list[str], network: str | Sequence[str] | None, sync_dst_dir: str | None
-) -> Request:
-    """The request for workers on other machines too."""
-    names: Sequence[str | None] = network.split(",") if isinstance(network, str) else network or [None]
-    if len(names) > 1:
-        raise ConfigError(
-            f"network_interfaces is {network!r}: name one interface, the one that all hosts have in common"
-        )
-    options = parse_options([])
-    options.num_workers, options.num_servers = wanted.workers, wanted.servers
-    options.ssh_option, options.interface, options.sync_dst_dir = ssh_option, names[0], sync_dst_dir
-    options.verbose = wanted.is_verbose
-    options.env = [f"{name}={value}" for name, value in wanted.env.items()]
-    if not wanted.servers:
-        options.security = security_between({**os.environ, **wanted.env})
-    return Request(options, wanted.command, hosts=wanted.hosts, is_filled=True)
-
-
-def _run_on_hosts(request: Request, supervisor: Supervisor) -> int:
-    """Run a job of several machines. Returns its exit code."""
-    # Imported here because a job on this machine needs none of it.
-    from kvdist_launch.multi_host import run_on_hosts
-
-    hosts = request_hosts(request)
-    job = replace(job_of(request, hosts, os.environ), is_called=True)
-    if request.options.security == NONE:
-        supervisor.say(NOT_ENCRYPTED)
-    return run_on_hosts(request.options, job, hosts, supervisor, os.environ)
-
-
-def _failure(cause: ProcessExit, calls: _WorkerCalls, last_lines: Sequence[str]) -> JobFailure:
+def _failure(cause: ProcessExit, calls: WorkerCalls, last_lines: Sequence[str]) -> JobFailure:
     if cause.deadlock and calls.raised:
         return calls.failure(calls.raised[0], cause.status, last_lines)
     if cause.node.role is not Role.WORKER:
@@ -365,48 +291,61 @@ class WorkerAnswer:
         return unpack_result(received)
 
 
-class _WorkerCalls:
+class WorkerCalls:
     """The calls of all workers.
 
     Args:
         data: the bytes that every worker is sent.
         count: number of workers.
         goes_on: whether the others go on when a worker is lost.
+        timeout_s: seconds after which the job is ended; None lets it run.
 
     Attributes:
+        supervisor: runs the job of these calls; set before it starts.
         raised: the ranks whose functions have raised, in order of time.
     """
 
-    def __init__(self, data: bytes, count: int, goes_on: bool = False) -> None:
+    supervisor: Supervisor
+
+    def __init__(self, data: bytes, count: int, goes_on: bool, timeout_s: float | None) -> None:
         self.data = data
         self.goes_on = goes_on
         self.raised: list[int] = []
         self._answers = [WorkerAnswer(partial(self._has_raised, rank)) for rank in range(count)]
+        self._timeout_s = timeout_s
         self._began = time.monotonic()
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def attend(self, supervisor: Supervisor, deadline: _Deadline, raised: _Deadline) -> None:
-        """Let deadlines begin.
-
-        Args:
-            supervisor: of these calls.
-            deadline: begins when all processes have been started.
-            raised: begins when a function has raised; threads may keep its process from ending.
-        """
-        self._supervisor, self._deadline, self._raised_deadline = supervisor, deadline, raised
+        self._due: dict[str, float] = {}
+        """Reason to end the job → when."""
+        self._reasons: set[str] = set()
+        """Reasons for which the job was ended."""
 
     def begun(self) -> None:
-        self._deadline.begin(self._began)
+        if self._timeout_s is not None:
+            self._due[TIMEOUT] = self._began + self._timeout_s
 
     def received(self, node: NodeId, data: bytes) -> None:
         self._answers[node.rank].receive(data)
 
     def _has_raised(self, rank: int) -> None:
         self.raised.append(rank)
-        if not (self.goes_on or self._supervisor.job.is_interrupted):  # else it raised because it was told to end
-            self._raised_deadline.begin(time.monotonic())
+        if not (self.goes_on or self.supervisor.job.is_interrupted):  # else it raised because it was told to end
+            self._due.setdefault(RAISED, time.monotonic() + GRACE_S)  # threads may keep its process from ending
+
+    @property
+    def deadline(self) -> float | None:
+        return min((at for reason, at in self._due.items() if reason not in self._reasons), default=None)
+
+    def expire(self, now: float) -> None:
+        self._reasons |= {reason for reason, at in self._due.items() if at <= now}
+
+    def reason_of_end(self) -> KvdistError | None:
+        """The error for which the job was ended at a deadline; None if it was interrupted."""
+        if RAISED in self._reasons:
+            return self.failure(self.raised[0], None, ())
+        if TIMEOUT in self._reasons:
+            text = f"not every worker's function had returned after {self._timeout_s:g} s; the job was ended"
+            return DeadlineExceeded(text)
+        return None
 
     def results(self) -> list[Any]:
         """What every worker's function returned; None for lost workers without whom the others continued.
@@ -414,7 +353,7 @@ class _WorkerCalls:
         Raises:
             WorkerFailure: a worker ended with exit code 0 before its function had returned.
         """
-        records = self._supervisor.job.records if self.goes_on else ()
+        records = self.supervisor.job.records if self.goes_on else ()
         lost = {one.node.rank for one in records if one.node.role is Role.WORKER and one.exit and one.exit.is_failure}
         for rank, answer in enumerate(self._answers):
             if "bytes" not in answer.head and rank not in lost:
@@ -431,7 +370,7 @@ class _WorkerCalls:
             lost: why its host cannot be reached any more, if so.
         """
         node = NodeId(Role.WORKER, rank)
-        host = self._supervisor.host_of(node) or socket.gethostname()
+        host = self.supervisor.host_of(node) or socket.gethostname()
         head = self._answers[rank].head
         status = int(head["exit_code"]) if status is None else status
         code = ProcessExit(node, 0, status).exit_code
@@ -446,40 +385,3 @@ class _WorkerCalls:
         lines = ["; the last lines it printed:", *last_lines] if last_lines else []
         message = f"{node} on {host} {how} {when} the function had returned" + "\n    ".join(lines)
         return WorkerFailure(message, rank, host, code, "", "")
-
-
-class _Deadline:
-    """Ends the job after some time.
-
-    Args:
-        after_s: the time from its beginning; None is never.
-        events: gets SIGTERM posted then.
-
-    Attributes:
-        is_over: whether the time is up.
-    """
-
-    def __init__(self, after_s: float | None, events: EventPipe) -> None:
-        self.is_over = False
-        self._after_s = after_s
-        self._events = events
-        self._timer: threading.Timer | None = None
-
-    def __enter__(self) -> _Deadline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()
-
-    def begin(self, since: float) -> None:
-        """Count from `since` (monotonic), once. Processes must run: earlier, a signal would be lost."""
-        if self._after_s is not None and self._timer is None:
-            self._timer = threading.Timer(max(0.0, since + self._after_s - time.monotonic()), self._expire)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _expire(self) -> None:
-        self.is_over = True
-        self._events.post(signal.SIGTERM)

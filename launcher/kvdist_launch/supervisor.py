@@ -59,6 +59,13 @@ class Calls(Protocol):
 
     data: bytes
 
+    @property
+    def deadline(self) -> float | None:
+        """When to end the job, by the monotonic clock; None lets it run."""
+
+    def expire(self, now: float) -> None:
+        """`deadline` has come, and the job is being ended: the next deadline, if any, is a later one."""
+
     def begun(self) -> None:
         """Every process has been started, and is sent the call."""
 
@@ -75,10 +82,12 @@ class Supervisor:
         grace: how long to wait for processes that should end.
         launched: the start of the launcher, by the monotonic clock; None is now.
         events: brings exits and interruptions; None takes the signals of this process.
-        is_quiet: whether the closing lines are left out, because the caller reports the end in another way.
+        is_quiet: whether the closing lines and the notes before the start are left out, because the caller reports
+            the end in another way.
         calls: what processes get and answer that are called; None if they run commands.
 
     Attributes:
+        is_quiet: as in the arguments.
         job: the state of the attempt.
         exits: gets the ends of children posted; None if the signals of this process report them.
     """
@@ -102,7 +111,7 @@ class Supervisor:
         self._grace = grace
         self._events = SignalPipe() if events is None else events
         self.exits = None if isinstance(self._events, SignalPipe) else self._events
-        self._is_quiet = is_quiet
+        self.is_quiet = is_quiet
         self._calls = calls
         self._hosts: list[HostProcesses] = []
         self._host_of: dict[NodeId, HostProcesses] = {}
@@ -162,7 +171,7 @@ class Supervisor:
                     host.hang_up()
                 for host in self._hosts:
                     host.release()
-            if not self._is_quiet:
+            if not self.is_quiet:
                 self._conclude()
         return self.job.exit_code()
 
@@ -328,9 +337,14 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self.job.is_over:
-            deadline = self.job.deadline
+            end_at = None if self._calls is None else self._calls.deadline
+            deadline = min((at for at in (self.job.deadline, end_at) if at is not None), default=None)
             self.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            self._perform(self.job.tick(time.monotonic()))
+            now = time.monotonic()
+            if self._calls is not None and end_at is not None and end_at <= now:
+                self._calls.expire(now)
+                self._perform(self.job.interrupt(signal.SIGTERM, now))
+            self._perform(self.job.tick(now))
 
     def turn(self, timeout_s: float | None) -> None:
         """Handle pending events, and wait up to `timeout_s` for the first; None waits without limit.

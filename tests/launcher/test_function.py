@@ -356,7 +356,7 @@ def test_one_interface_may_stand_in_a_list_as_horovod_wants_it(monkeypatch):
         requests.append(request)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("kvdist_launch.function._run_on_hosts", refuse)
+    monkeypatch.setattr("kvdist_launch.function.run_once", refuse)
     for given in ({"network_interfaces": ["eth0"]}, {"network_interfaces": "eth0"}, {"network_interface": "eth0"}, {}):
         with pytest.raises(ConfigError, match="seen"):
             kvdist_launch.run(print, hosts="elsewhere:1", **given)
