@@ -45,7 +45,7 @@ from kvdist_launch.request import (
     job_of,
 )
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
-from kvdist_launch.security import NONE, PLAIN_HERE
+from kvdist_launch.security import NONE, NOT_ENCRYPTED, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
 
 USAGE_ERROR = 2
@@ -232,6 +232,8 @@ def _run_on_hosts(
     # Imported here because a job on this machine needs none of it.
     from kvdist_launch.multi_host import run_on_hosts
 
+    if request.allows_plaintext and job.security.word == NONE:
+        supervisor.say(NOT_ENCRYPTED)
     note = _left_out_note(job, launcher)
     if note:
         supervisor.say(note)

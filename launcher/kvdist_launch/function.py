@@ -40,13 +40,10 @@ from kvdist_launch.request import Request, job_of
 from kvdist_launch.request import hosts_of as request_hosts
 from kvdist_launch.run_cli import (
     FOREIGN_NAMES,
-    NOT_ENCRYPTED,
     hosts_of,
-    security_between,
     ssh_option_of,
     without_effect,
 )
-from kvdist_launch.security import NONE
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Interrupted, Supervisor
 
@@ -186,10 +183,9 @@ def run(
     if not is_here:
         options.interface, options.sync_dst_dir = _interface(network_interfaces or network_interface), sync_dst_dir
         options.ssh_option = ssh_option_of(ssh_port, ssh_identity_file)
-        options.security = None if servers else security_between({**os.environ, **own})
     python = executable or (sys.executable if is_here else PYTHON)
     command = (python, *module_words("kvdist_launch.worker_main"))
-    request = Request(options, command, hosts=tuple(places), is_filled=True)
+    request = Request(options, command, hosts=tuple(places), is_filled=True, allows_plaintext=True)
     calls = WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, losses.goes_on, timeout_s)
     _run_calls(calls, request, output_filename)
     return calls.results()
@@ -237,8 +233,6 @@ def _run_calls(calls: WorkerCalls, request: Request, output_folder: str | None) 
     output, grace = JobOutput(out, err, logs=logs), GracePeriods(grace_s=GRACE_S)
     supervisor = Supervisor(output, err, grace, None, events, not request.options.verbose, calls)
     calls.supervisor = supervisor
-    if request.options.security == NONE:
-        supervisor.say(NOT_ENCRYPTED)
     try:
         code = run_once(request, job, hosts, launcher, supervisor)
     except Interrupted:

@@ -35,7 +35,7 @@ from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import asked, target_of
 from kvdist_launch.plan import PYTHON, UNBOUND, JobSpec, require_room, workers_of_slots
 from kvdist_launch.processes import NOT_EXECUTABLE, NOT_FOUND, CommandError
-from kvdist_launch.security import Security, security_of
+from kvdist_launch.security import security_of
 
 SHELL_OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>", "2>&1"})
 
@@ -216,6 +216,8 @@ class Request:
         hosts: where the job runs; None leaves that to the options.
         is_filled: whether workers take all slots of a host before those of the next.
         output_folder: for each worker's outputs, as ``rank.N/stdout`` and ``rank.N/stderr``; '' keeps none.
+        allows_plaintext: whether workers on several machines may send without encryption, as under horovodrun, which a
+            warning says.
     """
 
     options: argparse.Namespace
@@ -225,6 +227,7 @@ class Request:
     hosts: tuple[Host, ...] | None = None
     is_filled: bool = False
     output_folder: str = ""
+    allows_plaintext: bool = False
 
 
 def hosts_of(request: Request) -> list[Host]:
@@ -248,7 +251,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     Raises:
         ConfigError: something is missing, impossible, or does not fit the rest.
     """
-    options = request.options
+    options, target = request.options, target_of(request.options)
     num_workers = _num_workers(options, hosts)
     num_servers = num_workers if options.num_servers is None else options.num_servers
     if num_workers < 1:
@@ -296,7 +299,15 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         env=env,
         env_server=env_server,
         env_worker=env_worker,
-        security=_security(options, env, environ, others, num_servers > 0),
+        security=security_of(
+            options.security,
+            env,
+            environ,
+            leaves_machine=others or target in SPREADS,
+            has_servers=num_servers > 0,
+            makes_secret=target,
+            allows_plaintext=request.allows_plaintext,
+        ),
         losses=losses,
     )
 
@@ -349,32 +360,6 @@ def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
         )
     if not others and options.sync_dst_dir:
         raise ConfigError("--sync-dst-dir copies to other machines, and -H names none; leave it out")
-
-
-def _security(
-    options: argparse.Namespace,
-    env: Mapping[str, str],
-    environ: Mapping[str, str],
-    leaves_host: bool,
-    has_servers: bool,
-) -> Security:
-    """Decide whether the processes of the job encrypt what they send."""
-    target = target_of(options)
-    security = security_of(
-        options.security,
-        env,
-        environ,
-        leaves_machine=leaves_host or target in SPREADS,
-        has_servers=has_servers,
-        makes_secret=target,
-    )
-    if leaves_host and not has_servers and not security.word:
-        raise ConfigError(
-            "-s 0 over several machines: what the workers send to each other is not encrypted, as torch.distributed"
-            " cannot do that. If the network between them is trusted, say so with --security none; a job with servers"
-            " encrypts everything"
-        )
-    return security
 
 
 def _require_fit_without_servers(options: argparse.Namespace, num_workers: int) -> None:

@@ -7,13 +7,12 @@ with a single warning, so that scripts go on working; options that would change 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.cli import USAGE_ERROR, launch, show
-from kvdist_launch.environment import parse_exports
 from kvdist_launch.hosts import Host, parse_host_list, read_hostfile
 from kvdist_launch.options import (
     SHOW_VERSION,
@@ -313,11 +311,6 @@ VALUED = frozenset(
 
 PROGRAM = "kvdist-run"
 
-NOT_ENCRYPTED = (
-    "WARNING: WHAT THE PROCESSES SEND TO EACH OTHER IS NOT ENCRYPTED, and leaves this machine: use it in a network that"
-    " you trust"
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job of a command line and return the launcher's exit code.
@@ -332,27 +325,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if idle:
         _say(without_effect(idle))
     try:
-        request = request_of(own, command, os.environ, socket.gethostname())
+        request = request_of(own, command, socket.gethostname())
     except ConfigError as error:
         _say(f"error: {error}")
         return USAGE_ERROR
-    if request.options.security == "none":
-        _say(NOT_ENCRYPTED)
     return launch(request)
 
 
-def request_of(
-    own: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str], this_machine: str
-) -> Request:
+def request_of(own: argparse.Namespace, command: Sequence[str], this_machine: str) -> Request:
     """The request to ``kvdist-launch``.
 
     Args:
         own: options of ``kvdist-run``.
-        environ: the launcher's variables.
         this_machine: the name of this machine, which may be among the hosts.
 
     Raises:
-        ConfigError: the hosts are not valid, or have too few slots, or encryption between them is requested.
+        ConfigError: the hosts are not valid, or have too few slots.
     """
     hosts = hosts_of(own.hosts, own.hostfile, own.num_proc, this_machine)
     options = parse_options([])
@@ -364,8 +352,6 @@ def request_of(
     options.timestamps = own.prefix_output_with_timestamp
     options.ssh_option = ssh_option_of(own.ssh_port, own.ssh_identity_file)
     options.env = [f"{name}={value}" for name, value in _variables(own).items()]
-    if any(not host.is_local for host in hosts):
-        options.security = security_between({**environ, **parse_exports(own.x or (), environ)})
     return Request(
         options,
         command,
@@ -373,6 +359,7 @@ def request_of(
         hosts=tuple(hosts),
         is_filled=True,
         output_folder=own.output_filename or "",
+        allows_plaintext=True,
     )
 
 
@@ -380,22 +367,6 @@ def ssh_option_of(port: int | None, identity_file: str | None) -> list[str]:
     """Horovod's options for ssh as those of ``--ssh-option``."""
     named = (("Port", port), ("IdentityFile", identity_file))
     return [f"{name}={value}" for name, value in named if value is not None]
-
-
-def security_between(variables: Mapping[str, str]) -> str:
-    """The value of ``--security`` for workers on several machines, which cannot encrypt.
-
-    Raises:
-        ConfigError: a variable asks for it; users cannot ask by an option.
-    """
-    asks = variables.get("KVDIST_SECURITY", "").lower() == "curve"
-    if asks or variables.get("KVDIST_SECRET_FILE"):
-        raise ConfigError(
-            f"{'KVDIST_SECURITY is curve' if asks else 'KVDIST_SECRET_FILE is set'}, and what processes on several"
-            " machines send to each other is not encrypted, as torch.distributed cannot do that: leave it out if the"
-            " network between them is trusted"
-        )
-    return "none"
 
 
 def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_machine: str) -> list[Host]:

@@ -22,6 +22,10 @@ VARIABLE = "KVDIST_SECRET_FILE"
 SECURITY = "KVDIST_SECURITY"
 TRANSPORT = "KVDIST_TRANSPORT"
 CURVE, NONE = "curve", "none"
+NOT_ENCRYPTED = (
+    "WARNING: WHAT THE PROCESSES SEND TO EACH OTHER IS NOT ENCRYPTED, and leaves this machine: use it in a network that"
+    " you trust"
+)
 PLAIN_HERE = "every user of this machine can reach the sockets of this job, which are plain TCP (KVDIST_SECURITY=none)"
 
 
@@ -56,6 +60,7 @@ def security_of(
     leaves_machine: bool,
     has_servers: bool,
     makes_secret: str = "",
+    allows_plaintext: bool = False,
 ) -> Security:
     """Decide whether a job encrypts its traffic.
 
@@ -66,6 +71,7 @@ def security_of(
         leaves_machine: whether the job has processes on several machines.
         has_servers: whether it has servers.
         makes_secret: the target, such as ``--emit kubernetes``, if it draws a secret itself and cannot use another.
+        allows_plaintext: whether workers on several machines need no ``--security none`` to send without encryption.
 
     Raises:
         ConfigError: the requests contradict each other or cannot be met, or the secret cannot be used.
@@ -93,7 +99,15 @@ def security_of(
         return Security(CURVE, read_secret(path))
     if not word and has_servers and (leaves_machine or variables.get(TRANSPORT, "").lower() == "tcp"):
         return Security(CURVE)
-    return Security(word)
+    if word or not leaves_machine:
+        return Security(word)
+    if not allows_plaintext:
+        raise ConfigError(
+            "-s 0 over several machines: what the workers send to each other is not encrypted, as torch.distributed"
+            " cannot do that. If the network between them is trusted, say so with --security none; a job with servers"
+            " encrypts everything"
+        )
+    return Security(NONE)
 
 
 class SecretFile:

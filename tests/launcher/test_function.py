@@ -376,7 +376,7 @@ def test_the_interpreter_and_the_time_to_start_reach_the_workers(tmp_path):
     [
         ({"hosts": "elsewhere:1", "network_interfaces": "eth0,eth1"}, "'eth0,eth1': name one interface"),
         ({"hosts": "elsewhere:1", "network_interfaces": ["eth0", "eth1"]}, "'eth1']: name one interface"),
-        ({"hosts": "elsewhere:1", "env": {"KVDIST_SECURITY": "curve"}}, "KVDIST_SECURITY is curve, and what processes"),
+        ({"hosts": "elsewhere:1", "env": {"KVDIST_SECURITY": "curve"}}, "KVDIST_SECURITY=curve asks for encryption"),
         ({"hosts": "localhost:1", "num_proc": 2}, "-np asks for 2 processes, but the hosts have 1 slot"),
         ({"min_num_proc": 1}, "min_num_proc is 1: training while processes come and go is not possible yet"),
         ({"max_np": 4}, "max_np is 4: training while processes come and go is not possible yet"),

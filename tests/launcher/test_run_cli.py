@@ -14,23 +14,23 @@ MACHINE = "node1.example.org"
 ECHO = ["sh", "-c", 'echo "$0 $KVDIST_RANK/$DMLC_NUM_WORKER"; echo oops >&2']
 
 
-def requested(*words: str, environ: dict[str, str] | None = None) -> Request:
+def requested(*words: str) -> Request:
     own, _, command = parse([*words, "python", "train.py"])
-    return request_of(own, command, environ or {}, MACHINE)
+    return request_of(own, command, MACHINE)
 
 
 def test_words_become_those_of_kvdist_launch():
     request = requested(
         "-np", "3", "-H", "a:2,b[1-2]:1", "-p", "2222", "-i", "/k/id", "--start-timeout", "60", "--verbose",
         "--network-interfaces", "eth1", "--output-filename", "out", "-x", "A=b", "-x", "C",
-        "--prefix-output-with-timestamp", environ={"C": "d"},
+        "--prefix-output-with-timestamp",
     )  # fmt: skip
     options = request.options
     assert (options.num_workers, options.num_servers, options.timestamps) == (3, 0, True)
     assert request.hosts == (Host("a", slots=2), Host("b1", slots=1), Host("b2", slots=1))
     assert options.ssh_option == ["Port=2222", "IdentityFile=/k/id"]
     assert options.x == ["A=b", "C"]
-    assert (options.start_timeout, options.interface, options.security) == (60.0, "eth1", "none")
+    assert (options.start_timeout, options.interface, request.allows_plaintext) == (60.0, "eth1", True)
     assert (request.is_filled, request.options.verbose, request.output_folder) == (True, True, "out")
     assert (list(request.words), request.program) == (["python", "train.py"], "kvdist-run")
 
@@ -38,13 +38,12 @@ def test_words_become_those_of_kvdist_launch():
 def test_without_hosts_all_processes_are_here():
     request = requested("-np", "3")
     assert request.hosts == (Host("localhost", slots=3),)
-    assert request.options.security is None
     assert requested("--num-proc=3").options.num_workers == 3
 
 
 def test_this_machine_may_stand_among_the_hosts_under_its_name():
     assert requested("-np", "2", "-H", "node1:1,d2:1").hosts == (Host("localhost", slots=1), Host("d2", slots=1))
-    assert requested("-np", "1", "-H", "NODE1.example.org:1").options.security is None
+    assert requested("-np", "1", "-H", "NODE1.example.org:1").hosts == (Host("localhost", slots=1),)
     with pytest.raises(ConfigError, match="this machine is named twice in the hosts"):
         requested("-np", "2", "-H", "localhost:1,node1:1")
 
@@ -236,7 +235,7 @@ def test_the_first_failure_gives_the_exit_code(capfd):
 
 
 def test_what_leaves_the_machine_is_not_encrypted_and_that_is_said_aloud(capfd, monkeypatch):
-    monkeypatch.setattr("kvdist_launch.run_cli.launch", lambda request: 0)
+    monkeypatch.setattr("kvdist_launch.multi_host.run_on_hosts", lambda *_: 0)
     assert main(["-np", "1", "-H", "a:1", "true"]) == 0
     assert "WARNING: WHAT THE PROCESSES SEND TO EACH OTHER IS NOT ENCRYPTED" in capfd.readouterr().err
     assert main(["-np", "1", "true"]) == 0
@@ -246,10 +245,10 @@ def test_what_leaves_the_machine_is_not_encrypted_and_that_is_said_aloud(capfd, 
 def test_who_asks_for_encryption_between_machines_is_refused(capfd, monkeypatch):
     monkeypatch.setenv("KVDIST_SECURITY", "Curve")
     assert main(["-np", "1", "-H", "d1:1", "true"]) == 2
-    assert "kvdist-run: error: KVDIST_SECURITY is curve, and what processes on sev" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match="KVDIST_SECURITY is curve"):
-        requested("-np", "1", "-H", "d1:1", "-x", "KVDIST_SECURITY=curve")
-    assert requested("-np", "1", "-H", "localhost:1", environ={"KVDIST_SECURITY": "curve"}).options.security is None
+    assert "kvdist-run: error: KVDIST_SECURITY=curve asks for encryption, and what the w" in capfd.readouterr().err
+    monkeypatch.delenv("KVDIST_SECURITY")
+    assert main(["-np", "1", "-H", "d1:1", "-x", "KVDIST_SECURITY=curve", "true"]) == 2
+    assert "KVDIST_SECURITY=curve asks for encryption" in capfd.readouterr().err
 
 
 @pytest.mark.slow_cases("--check-build")
