@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import local_address_towards
 from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.config.losses import LossPolicy
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
@@ -28,6 +29,9 @@ from kvdist_launch.environment import OTHER_NAME, OWNED_VARIABLES, RESTARTS, Env
 from kvdist_launch.hosts import Host
 from kvdist_launch.options import target_of
 from kvdist_launch.plan import DEVICES, LAUNCHER, PLACES, HostFacts, JobSpec, Process, place_name, plan
+
+FAIL = LossPolicy()
+"""The policy by which the first loss ends the job."""
 
 # The roles of a job, if another system chooses the hosts and gives every process its number.
 
@@ -106,11 +110,6 @@ def heredoc(lines: Sequence[str], word: str) -> list[str]:
     return [*lines, word]
 
 
-def goes_on(environment: Environment) -> bool:
-    """Whether the others go on without a worker that is lost."""
-    return environment.settings.get("KVDIST_ON_LOSS", "fail") != "fail"
-
-
 def run_again(argv: Sequence[str], restarts: int, after: str = "") -> list[str]:
     """The lines that run a program, and at most `restarts` times again after a signal or exit code 75.
 
@@ -134,60 +133,52 @@ until {{command}}; do
 done"""
 """A shell's exit code for a program that a signal killed is above 128."""
 
-UNSUPERVISED = "KVDIST_SUPERVISED"
-"""Left out, as no launcher reports exits of processes to the scheduler."""
-
 
 def manual(
-    processes: Sequence[Process], hosts: Sequence[Host], folder: str, secret: str | None, restarts: int = 0
+    processes: Sequence[Process], hosts: Sequence[Host], folder: str, secret: str | None, losses: LossPolicy = FAIL
 ) -> str:
     """The blocks for all processes, in starting order, with an empty line between them.
 
     Args:
         folder: where processes without a working folder start.
         secret: the name of a file in the home folder of each host for the job's secret; None needs none.
-        restarts: how often a block may start its worker again.
+        losses: what follows when a process is lost; `losses.restart` is how often a block may start its worker again.
     """
-    ends = WORKERS_COME_BACK if goes_on(processes[0].environment) else "They end together."
+    ends = WORKERS_COME_BACK if losses.goes_on else "They end together."
     blocks = [[f"# Start these in any order, each in a shell on its host. {ends}"]]
     if secret is not None:
         blocks.append(_secret_lines(hosts, secret))
     titled = [(f"# {process.node}, on {place_name(process, hosts)}", process) for process in processes]
-    most = processes[-1].environment.settings.get(MAX_WORKERS)
-    if most is not None:
-        titled.append((MORE.format(most), _without_place(processes[-1])))
+    if losses.max_workers is not None:  # with no rank, and no place among the others
+        titled.append((MORE.format(losses.max_workers), _without(processes[-1], "KVDIST_RANK", *PLACES)))
     for title, process in titled:
-        lines = [f"cd {shlex.quote(process.cwd or folder)} || exit", *exports(_unsupervised(process))]
+        lines = [f"cd {shlex.quote(process.cwd or folder)} || exit"]
+        lines += exports(_without(process, SUPERVISED).environment)
         if secret is not None:
             lines.append(f'export KVDIST_SECRET_FILE="$HOME"/{shlex.quote(secret)}')
-        lines += run_again(process.argv, restarts if process.node.role is Role.WORKER else 0)
+        lines += run_again(process.argv, losses.restart if process.node.role is Role.WORKER else 0)
         # Only lines of ours move in: a value that has several lines keeps them as they are.
         indented = [f"  {line}" for line in lines]
         blocks.append([title, "(", *indented, ")"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _without_place(process: Process) -> Process:
-    """A worker that asks for no rank and has no place among the others."""
-    settings = process.environment.settings
-    left = {name: value for name, value in settings.items() if name not in ("KVDIST_RANK", *PLACES)}
-    return replace(process, environment=replace(process.environment, settings=left))
+SUPERVISED = "KVDIST_SUPERVISED"
+"""Variable that is left out, as no launcher reports exits of processes to the scheduler."""
 
 
-MAX_WORKERS = "KVDIST_MAX_WORKERS"
+def _without(process: Process, *names: str) -> Process:
+    """A copy of a process without some variables of the launcher."""
+    layers = (process.environment.defaults, process.environment.settings)
+    defaults, settings = ({name: text for name, text in layer.items() if name not in names} for layer in layers)
+    return replace(process, environment=replace(process.environment, defaults=defaults, settings=settings))
+
+
 MORE = """\
 # One more worker, at any time, on any host that has the files; once for each, up to {} workers in all."""
 
 WORKERS_COME_BACK = """A worker that is lost can be started again:
 # paste its block once more, here or on another host that has the files."""
-
-
-def _unsupervised(process: Process, *left_out: str) -> Environment:
-    """The process's environment without `UNSUPERVISED`, and without some of its defaults."""
-    layers = process.environment
-    settings = {name: value for name, value in layers.settings.items() if name != UNSUPERVISED}
-    defaults = {name: value for name, value in layers.defaults.items() if name not in left_out}
-    return Environment(defaults, layers.front, settings)
 
 
 def _secret_lines(hosts: Sequence[Host], secret: str) -> list[str]:
@@ -248,7 +239,8 @@ def _name(process: Process, hosts: Sequence[Host], here: str) -> str:
 
 
 def _rank_script(process: Process, is_secret: bool) -> list[str]:
-    lines = exports(_unsupervised(process, UNBUFFERED), ["KVDIST_SECRET_FILE"] if is_secret else [])
+    environment = _without(process, SUPERVISED, UNBUFFERED).environment
+    lines = exports(environment, ["KVDIST_SECRET_FILE"] if is_secret else [])
     lines += ['export KVDIST_SECRET_FILE="$folder/secret"'] if is_secret else []
     lines += [] if process.cwd is None else [f"cd {shlex.quote(process.cwd)} || exit"]
     return [*lines, f"exec {shlex.join(process.argv)} </dev/null"]
@@ -351,15 +343,15 @@ OPTIONS = {
 VARIABLES = {Role.SCHEDULER: "scheduler", Role.SERVER: "servers", Role.WORKER: "workers"}
 
 
-def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool, restarts: int = 0) -> str:
+def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool, losses: LossPolicy = FAIL) -> str:
     """The batch script.
 
     Args:
         word: a line that does not occur in any value.
         is_secret: whether the processes get a common secret to encrypt with.
-        restarts: how often a task may start its worker again.
+        losses: what follows when a process is lost; `losses.restart` is how often a task may start its worker again.
     """
-    on_loss = "--kill-on-bad-exit=0 --no-kill" if goes_on(roles[0].environment) else "--kill-on-bad-exit=1"
+    on_loss = "--kill-on-bad-exit=0 --no-kill" if losses.goes_on else "--kill-on-bad-exit=1"
     tasks = sum(spec.count for spec in roles)
     text = SLURM_HEAD.format(
         tasks=tasks,
@@ -373,7 +365,7 @@ def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool, restarts: int 
         options = OPTIONS[spec.role].format(count=spec.count)
         lines = [
             f"step {options} <<'{word}' &",
-            *heredoc(_task_script(spec, is_secret, restarts if spec.role is Role.WORKER else 0), word),
+            *heredoc(_task_script(spec, is_secret, losses.restart if spec.role is Role.WORKER else 0), word),
             f"{VARIABLES[spec.role]}=$!",
         ]
         text += "\n" + "\n".join(lines) + "\n"
@@ -415,7 +407,7 @@ for _ in range(300):
 
 
 def kubernetes(
-    roles: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None, restarts: int = 0
+    roles: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None, losses: LossPolicy = FAIL
 ) -> str:
     """The manifests, for ``kubectl apply -f``.
 
@@ -423,7 +415,7 @@ def kubernetes(
         name: of everything in them: a DNS label.
         image: the container image, which has kvdist and the user's program.
         secret: in base64; None leaves encryption out.
-        restarts: how many new pods a worker may have.
+        losses: what follows when a process is lost; `losses.restart` is how many new pods a worker may have.
 
     Raises:
         ConfigError: a word or a variable has bytes that are not UTF-8, which JSON cannot hold.
@@ -440,7 +432,7 @@ def kubernetes(
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [str(Role.WORKER)]},
         "failurePolicy": {"maxRestarts": 0},
         "startupPolicy": {"startupPolicyOrder": "InOrder"},
-        "replicatedJobs": [_replicated_job(spec, name, image, port, secret is not None, restarts) for spec in roles],
+        "replicatedJobs": [_replicated_job(spec, name, image, port, secret is not None, losses) for spec in roles],
     }
     secrets = [] if secret is None else [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, **data}]
     items = [
@@ -459,9 +451,10 @@ def kubernetes(
 
 
 def _replicated_job(
-    spec: RoleSpec, name: str, image: str, port: int, is_secret: bool, restarts: int
+    spec: RoleSpec, name: str, image: str, port: int, is_secret: bool, losses: LossPolicy
 ) -> dict[str, object]:
     scheduler, role = f"{name}-{Role.SCHEDULER}-0-0.{name}", str(spec.role)
+    is_spared = spec.role is Role.WORKER and losses.goes_on  # the others go on without a process of this role
     mounts: list[object] = [{"name": "memory", "mountPath": "/dev/shm"}]
     volumes: list[object] = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
     if is_secret:
@@ -471,7 +464,7 @@ def _replicated_job(
         "name": role,
         "image": image,
         "command": [_dollars(word) for word in spec.argv],
-        "env": _variables_of_pod(spec, scheduler, port, is_secret),
+        "env": _variables_of_pod(spec, scheduler, port, is_secret, is_spared),
         "volumeMounts": mounts,
     }
     pod: dict[str, object] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
@@ -482,18 +475,15 @@ def _replicated_job(
         "parallelism": spec.count,
         "completions": spec.count,
         "completionMode": "Indexed",
-        **({"backoffLimitPerIndex": restarts} if _is_spared(spec) else {"backoffLimit": 0}),
+        **({"backoffLimitPerIndex": losses.restart} if is_spared else {"backoffLimit": 0}),
         "template": {"spec": pod},
     }
     return {"name": role, "replicas": 1, "template": {"spec": job}}
 
 
-def _is_spared(spec: RoleSpec) -> bool:
-    """Whether the others go on without a process of this role."""
-    return spec.role is Role.WORKER and goes_on(spec.environment)
-
-
-def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool) -> list[object]:
+def _variables_of_pod(
+    spec: RoleSpec, scheduler: str, port: int, is_secret: bool, counts_restarts: bool
+) -> list[object]:
     values = {**spec.environment.defaults, **spec.environment.settings}
     values = {variable: _dollars(values[variable]) for variable in sorted(values)}
     values |= {"DMLC_PS_ROOT_URI": scheduler, "DMLC_PS_ROOT_PORT": str(port)}
@@ -503,7 +493,7 @@ def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool
         fields["DMLC_PS_ROOT_URI"] = "status.podIP"
     if spec.role is Role.WORKER:  # a pod is a host of its own
         values |= {"KVDIST_LOCAL_RANK": "0", "KVDIST_LOCAL_SIZE": "1", "KVDIST_CROSS_SIZE": str(spec.count)}
-        fields |= {"KVDIST_CROSS_RANK": RANK_FIELD} | ({RESTARTS: FAILURES_FIELD} if _is_spared(spec) else {})
+        fields |= {"KVDIST_CROSS_RANK": RANK_FIELD} | ({RESTARTS: FAILURES_FIELD} if counts_restarts else {})
     values |= {"KVDIST_SECRET_FILE": f"{SECRET_FOLDER}/secret"} if is_secret else {}
     read: list[object] = [
         {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}} for variable, path in fields.items()
@@ -560,10 +550,10 @@ def script_of(
         ConfigError: the options do not fit each other, or something is missing.
     """
     word = f"KVDIST_{job.name}"
-    is_secret, restarts = job.security.encrypts, options.restart or 0
+    is_secret = job.security.encrypts
     if options.emit is None and options.launcher == "none":
         secret_name = f".kvdist-{job.name}.secret" if is_secret else None
-        return manual(processes, hosts, os.getcwd(), secret_name, restarts)
+        return manual(processes, hosts, os.getcwd(), secret_name, job.losses)
     if options.emit is None and options.launcher == "mpi":
         reached = [str(host) for host in hosts if host.asks_for_ssh]
         if reached:
@@ -573,11 +563,11 @@ def script_of(
             )
         return mpi(processes, hosts, socket.gethostname(), word, is_secret)
     if options.emit in (None, "sbatch"):
-        return sbatch(roles_of(job, launcher, launcher.python), word, is_secret, restarts)
+        return sbatch(roles_of(job, launcher, launcher.python), word, is_secret, job.losses)
     # This machine's variables are wrong in a container; only what the user asks for goes there.
     roles = roles_of(job, replace(launcher, environ={}), "python")
     secret = base64.b64encode(os.urandom(32)).decode() if is_secret else None
-    return kubernetes(roles, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret, restarts)
+    return kubernetes(roles, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret, job.losses)
 
 
 def require_understood(options: argparse.Namespace, given: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdist.config.losses import LossPolicy
 from kvdist.errors import ConfigError
 from kvdist_launch.emit import (
     OF_ONE_PROCESS,
@@ -79,13 +80,15 @@ def test_a_text_is_what_its_file_says(name):
 
 
 GOES_ON = {"env": {"TEXT": AWKWARD, "KVDIST_ON_LOSS": "continue"}}
+RESTART = LossPolicy("continue", restart=3)
 RUNS_AGAIN = {
     "manual.sh": lambda: manual(
-        plan(new_job(**GOES_ON), HOSTS, [HostFacts(8, "/venv/bin/python", "d")] * 3, LAUNCHER), HOSTS, "/", None, 3
+        plan(new_job(**GOES_ON), HOSTS, [HostFacts(8, "/venv/bin/python", "d")] * 3, LAUNCHER),
+        HOSTS, "/", None, RESTART,
     ),
-    "sbatch.sh": lambda: sbatch(parts(**GOES_ON), WORD, is_secret=True, restarts=3),
-    "kubernetes.json": lambda: kubernetes(parts(**GOES_ON), "kvdist-0123", "me/train:1", 9191, None, restarts=3),
-}
+    "sbatch.sh": lambda: sbatch(parts(**GOES_ON), WORD, is_secret=True, losses=RESTART),
+    "kubernetes.json": lambda: kubernetes(parts(**GOES_ON), "kvdist-0123", "me/train:1", 9191, None, RESTART),
+}  # fmt: skip
 
 
 @each(
@@ -113,7 +116,8 @@ def test_workers_are_started_again_where_the_others_go_on_without_them(name, onc
 def test_one_more_worker_asks_for_no_rank_and_has_a_block_of_its_own():
     job = new_job(env={"KVDIST_ON_LOSS": "continue", "KVDIST_MAX_WORKERS": "5"})
     facts = [HostFacts(8, "/venv/bin/python", "d")] * 3
-    text = manual(plan(job, HOSTS, facts, LAUNCHER), HOSTS, "/", None)
+    losses = LossPolicy("continue", max_workers=5)
+    text = manual(plan(job, HOSTS, facts, LAUNCHER), HOSTS, "/", None, losses)
     *_, last, more = text.split("\n\n")
     assert more.startswith("# One more worker, at any time") and "up to 5 workers in all" in more
     assert "export KVDIST_RANK=1" in last and "export KVDIST_RANK" not in more and " KVDIST_RANK " in more
