@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config.settings import REPLACED_BY_PATIENCE, SETTINGS, WITHOUT_EFFECT
+from kvdist.config.foreign import MXNET_VARIABLES
+from kvdist.config.settings import REPLACED_BY_PATIENCE, SETTINGS
 from kvdist.kvstore.registry import DIST_NAMES, LOCAL_NAMES
 from kvdist_launch.environment import OWNED_VARIABLES
 from tests.forks import Forked
@@ -207,7 +208,7 @@ def test_the_table_of_stores_has_every_name_in_the_column_of_its_mode() -> None:
 def variables_in_the_code() -> set[str]:
     """Every variable that is read, set by the launcher, or known to change nothing."""
     twins = {row.twin for row in SETTINGS.values()} | {row.derived[0] for row in SETTINGS.values() if row.derived}
-    others = {*WITHOUT_EFFECT, *REPLACED_BY_PATIENCE, *OWNED_VARIABLES}
+    others = {*MXNET_VARIABLES, *REPLACED_BY_PATIENCE, *OWNED_VARIABLES}
     return {name for name in {*SETTINGS, *twins, *others} if VARIABLE_ALONE.match(name)}
 
 
@@ -226,7 +227,7 @@ def test_every_variable_in_a_document_is_known_to_the_code() -> None:
 
 def test_what_is_said_not_to_be_offered_is_not_read_by_the_code() -> None:
     told = variables_that_are_not_offered(ROOT / "docs" / "reference" / "mxnet.md")
-    assert told & variables_in_the_code() == {name for name in WITHOUT_EFFECT if name in told}
+    assert told & variables_in_the_code() == {name for name in MXNET_VARIABLES if name in told}
     assert len(told) > 20
 
 

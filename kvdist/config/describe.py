@@ -9,12 +9,11 @@ import textwrap
 from pathlib import Path
 
 from kvdist.config.environment import is_launched, read_setting, source_of, unknown_variables
+from kvdist.config.foreign import FOREIGN_NAMES, without_effect
 from kvdist.config.paths import expanded
 from kvdist.config.settings import (
-    HOROVOD_WITHOUT_EFFECT,
     SETTINGS,
     TABLE,
-    WITHOUT_EFFECT,
     Setting,
     Variables,
     shown_default,
@@ -92,9 +91,8 @@ def one_setting(name: str, width: int, environ: Variables | None = None) -> tupl
     """
     row = BY_NAME.get(name.upper())
     if row is None:
-        idle = {**WITHOUT_EFFECT, **HOROVOD_WITHOUT_EFFECT}.get(name.upper())
-        if idle is not None:
-            return f"{name.upper()} has no effect: {idle}", 0
+        if name.upper() in FOREIGN_NAMES:
+            return without_effect([name.upper()])[0], 0
         advice = did_you_mean(name, list(BY_NAME)) or "kvdist config lists all"
         raise ConfigError(f"there is no setting {name}; {advice}")
     value, source, problem = _present(row, environ)

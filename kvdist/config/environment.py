@@ -19,19 +19,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvdist.config import foreign
 from kvdist.config.addresses import address_of_interface
 from kvdist.config.endpoints import expand_ranges, is_loopback
+from kvdist.config.foreign import HOROVOD_VARIABLES, MXNET_VARIABLES
 from kvdist.config.paths import expanded
 from kvdist.config.processes import this_process
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
     HOROVOD_LOG_LEVELS,
-    HOROVOD_WITHOUT_EFFECT,
     PATHS,
     REPLACED_BY_PATIENCE,
     SETTINGS,
     TWINS,
-    WITHOUT_EFFECT,
     ClusterConfig,
     CollectiveSettings,
     Limits,
@@ -198,15 +198,15 @@ def without_effect(environ: Variables | None = None) -> list[str]:
     """A warning for each variable of MXNet that is set and has no effect in kvdist."""
     env = _variables(environ)
     is_p3 = (env.get("DMLC_PS_VAN_TYPE") or "").lower() == "p3"
-    found = [name for name in WITHOUT_EFFECT if env.get(name) and not (is_p3 and name == "DMLC_PS_VAN_TYPE")]
-    return [f"{name} has no effect: {WITHOUT_EFFECT[name]}" for name in found]
+    found = [name for name in MXNET_VARIABLES if env.get(name) and not (is_p3 and name == "DMLC_PS_VAN_TYPE")]
+    return foreign.without_effect(found)
 
 
 def horovod_without_effect(environ: Variables | None = None) -> list[str]:
     """A warning for each variable of Horovod that is set and has no effect in kvdist."""
     env = _variables(environ)
-    found = [name for name in HOROVOD_WITHOUT_EFFECT if env.get(name, "").lower() not in ("", "0", "gloo")]
-    return [f"{name} has no effect: {HOROVOD_WITHOUT_EFFECT[name]}" for name in found]
+    found = [name for name in HOROVOD_VARIABLES if env.get(name, "").lower() not in ("", "0", "gloo")]
+    return foreign.without_effect(found)
 
 
 def horovod_log_level(environ: Variables | None = None) -> str | None:

@@ -637,53 +637,6 @@ STALL_CHECK_DISABLE = Setting("HOROVOD_STALL_CHECK_DISABLE", FLAG, False, "no re
 CLUSTER_VARIABLES = ("KVDIST_ROLE", "KVDIST_ROOT_URI", "KVDIST_ROOT_PORT", "KVDIST_NUM_WORKER", "KVDIST_NUM_SERVER")
 """What describes a cluster to a process; it needs all of them."""
 
-WITHOUT_EFFECT = {
-    "DMLC_PS_VAN_TYPE": "except for p3; there is one transport, and KVDIST_TRANSPORT turns shared memory off",
-    "DMLC_PS_WATER_MARK": "KVDIST_WINDOW_BYTES bounds what is on its way, for P3 KVDIST_PRIORITY_WINDOW_BYTES",
-    "DMLC_LOCAL": "processes of one host share memory by themselves",
-    "DMLC_USE_KUBERNETES": "DMLC_NODE_HOST is the address that a server announces",
-    "PS_HEARTBEAT_INTERVAL": "heartbeats are always on; their interval follows from KVDIST_PATIENCE_S",
-    "PS_HEARTBEAT_TIMEOUT": "KVDIST_PATIENCE_S is how long a process may be silent",
-    "PS_RESEND": "a lost message is always sent again",
-    "PS_RESEND_TIMEOUT": "a lost message is always sent again",
-    "PS_DROP_MSG": "no message is dropped on purpose",
-    "PS_VERBOSE": "a wait of more than KVDIST_EXPLAIN_AFTER_S says what it waits for",
-    "DMLC_RANK": "KVDIST_RANK asks for a rank",
-    "MXNET_KVSTORE_SERIAL_PUSH": "values of the host are summed on the thread that pushes, those of GPUs there",
-    "MXNET_KVSTORE_LOGTREE": "GPUs are not summed along a tree",
-    "MXNET_KVSTORE_TREE_ARRAY_BOUND": "GPUs are not summed along a tree",
-    "MXNET_KVSTORE_TREE_BACKTRACK": "GPUs are not summed along a tree",
-    "MXNET_KVSTORE_TREE_LINK_USAGE_PENALTY": "GPUs are not summed along a tree",
-    "MXNET_KVSTORE_DIST_ROW_SPARSE_VERBOSE": "kvdist.profiler shows what travels",
-    "MXNET_UPDATE_AGGREGATION_SIZE": "all parameters of a step travel together",
-    "MXNET_KVSTORE_USETREE": "GPUs that reach each other are summed first where not all do; there is nothing to set",
-    "MXNET_KVSTORE_REDUCTION_NTHREADS": "values of the host are summed on the thread that pushes, those of GPUs there",
-    "MXNET_OPTIMIZER_AGGREGATION_SIZE": "all parameters of a step travel together",
-}
-"""Variables of MXNet that people set and that kvdist ignores → what replaces each."""
-
-HOROVOD_WITHOUT_EFFECT = {
-    "HOROVOD_FUSION_THRESHOLD": "an operation begins when it is called; a grouped one sends its tensors together",
-    "HOROVOD_CYCLE_TIME": "an operation begins when it is called, so there is no cycle in which tensors are collected",
-    "HOROVOD_CACHE_CAPACITY": "ranks agree on a tensor once, however many there are",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "gloo and NCCL choose how they reduce",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "gloo and NCCL choose how they gather",
-    "HOROVOD_TORUS_ALLREDUCE": "gloo and NCCL choose how they reduce",
-    "HOROVOD_AUTOTUNE": "there is nothing here that it could tune",
-    "HOROVOD_NUM_NCCL_STREAMS": "NCCL follows its own variables",
-    "HOROVOD_THREAD_AFFINITY": "let taskset or numactl start the program",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "HOROVOD_START_TIMEOUT is how long ranks look for each other",
-    "HOROVOD_CONTROLLER": "except for gloo; ranks agree over connections of their own, and no MPI takes part",
-    "HOROVOD_CPU_OPERATIONS": "except for gloo, which connects processes on CPUs in any case",
-    "HOROVOD_MPI_THREADS_DISABLE": "no MPI takes part",
-    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "no MPI takes part",
-    "HOROVOD_DISABLE_GROUP_FUSION": "a grouped operation is never joined with others",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "a handle is done when its result is there",
-    "HOROVOD_ENABLE_XLA_OPS": "XLA does not compile operations",
-    "HOROVOD_LOG_HIDE_TIME": "no line of kvdist's log has the time; kvdist-run --prefix-output-with-timestamp adds it",
-}
-"""Variables of Horovod that people set and that kvdist ignores → why."""
-
 HOROVOD_INTERFACE = Setting("HOROVOD_GLOO_IFACE", TEXT, None, "the network interface of all hosts")
 
 HOROVOD_LOG_LEVELS = {

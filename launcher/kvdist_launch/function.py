@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.foreign import FOREIGN_NAMES, without_effect
 from kvdist.config.losses import LossPolicy
 from kvdist.config.paths import expanded
 from kvdist.config.processes import module_words
@@ -39,10 +40,8 @@ from kvdist_launch.processes import EventPipe, SignalPipe
 from kvdist_launch.request import Request, job_of
 from kvdist_launch.request import hosts_of as request_hosts
 from kvdist_launch.run_cli import (
-    FOREIGN_NAMES,
     hosts_of,
     ssh_option_of,
-    without_effect,
 )
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Interrupted, Supervisor
@@ -210,7 +209,7 @@ def _check_foreign(arguments: Mapping[str, object], is_verbose: bool) -> None:
         if FOREIGN_NAMES[name].is_refused:
             raise ConfigError(f"{name} is {arguments[name]!r}: {FOREIGN_NAMES[name].why}")
     if foreign and is_verbose:
-        print(f"{PROGRAM}: {without_effect(foreign)}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {'; '.join(without_effect(foreign))}", file=sys.stderr, flush=True)
 
 
 def _interface(names: str | Sequence[str] | None) -> str | None:

@@ -1,22 +1,22 @@
 """The command ``kvdist-run``: the options of ``horovodrun`` 0.28, translated to those of ``kvdist-launch -s 0``.
 
-Most mean the same. `FOREIGN` has those that do not: options that tune machinery that kvdist does not have are accepted
-with a single warning, so that scripts go on working; options that would change the number of processes are refused.
+Most mean the same. Those that do not are in `kvdist.config.foreign`: they are accepted with a single warning, or
+refused.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvdist.config.foreign import FOREIGN, FOREIGN_NAMES, without_effect
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
 from kvdist.errors import ConfigError
@@ -55,48 +55,6 @@ for signal n). kvdist-launch -s 0 does the same with the options of kvdist-launc
 """
 
 WIDTH = 78
-
-
-class Foreign(NamedTuple):
-    """Options of ``horovodrun`` (``=`` follows those with a number, ``:`` those with a text) and arguments of
-    ``horovod.run`` that do nothing, or are refused; why, or what to do instead."""
-
-    names: str
-    why: str
-    is_refused: bool = False
-
-
-NOT_YET = "training while processes come and go is not possible yet"
-FOREIGN = (
-    Foreign("--disable-cache disable_cache", "no cache is kept between jobs"),
-    Foreign("--fusion-threshold-mb= --cycle-time-ms=",
-            "an operation begins when it is called, so there is no cycle in which tensors are collected"),
-    Foreign("--cache-capacity=", "ranks agree on a tensor once, however many there are"),
-    Foreign("--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather"
-            " --torus-allreduce --no-torus-allreduce", "gloo and NCCL choose how they reduce and gather"),
-    Foreign("--autotune --no-autotune --autotune-log-file: --autotune-warmup-samples= --autotune-steps-per-sample="
-            " --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=", "kvdist has nothing to tune"),
-    Foreign("--mpi --jsrun --mpi-threads-disable --no-mpi-threads-disable --mpi-args: --binding-args: use_mpi mpi_args",
-            "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them"),
-    Foreign("--gloo use_gloo", "gloo connects processes on CPUs in any case, NCCL those on GPUs"),
-    Foreign("--num-nccl-streams=", "NCCL follows its own variables, which reach every process"),
-    Foreign("--thread-affinity=", "let taskset or numactl start the program"),
-    Foreign("--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
-            "--prefix-output-with-timestamp begins each line with the time"),
-    Foreign("--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit"
-            " --blacklist-cooldown-range --host-discovery-script",
-            f"{NOT_YET}; write -np and -H for those of the whole job", is_refused=True),
-    Foreign("min_num_proc max_num_proc slots reset_limit cooldown_range host_discovery_script min_np max_np",
-            f"{NOT_YET}; leave it out, and give num_proc, the number of workers for the whole job", is_refused=True),
-)  # fmt: skip
-"""All that is accepted without effect, with a warning, or refused."""
-
-FOREIGN_NAMES = {name: row for row in FOREIGN for name in re.findall("[^=: ]+", row.names)}
-
-
-def without_effect(names: Iterable[str]) -> str:
-    """The warning about options or arguments that have no effect."""
-    return "; ".join(f"{name} has no effect: {FOREIGN_NAMES[name].why}" for name in names)
 
 
 CONFIG_SECTIONS = {
@@ -323,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     own, idle, command = parse(sys.argv[1:] if argv is None else argv)
     if idle:
-        _say(without_effect(idle))
+        _say("; ".join(without_effect(idle)))
     try:
         request = request_of(own, command, socket.gethostname())
     except ConfigError as error:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvdist import ConfigError, KVStore, kv, quota
-from kvdist.config.settings import WITHOUT_EFFECT
+from kvdist.config.foreign import FOREIGN_NAMES
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 from tests.cases import each
@@ -156,7 +156,7 @@ def test_the_first_worker_names_variables_that_change_nothing(monkeypatch, caplo
     with kv.create("dist"):
         pass
     told = [record.message for record in caplog.records if "has no effect" in record.message]
-    assert told == [f"DMLC_PS_VAN_TYPE has no effect: {WITHOUT_EFFECT['DMLC_PS_VAN_TYPE']}"]
+    assert told == [f"DMLC_PS_VAN_TYPE has no effect: {FOREIGN_NAMES['DMLC_PS_VAN_TYPE'].why}"]
 
 
 @pytest.mark.parametrize("name", ["p3", "p3store_dist", "dist", "dist_async"])
