@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -459,20 +459,21 @@ def placed(world: World, hosts: Sequence[Hashable]) -> World:
         world: position of this process.
         hosts: for each rank an identifier of its machine; see `this_machine`.
     """
-    locals_of: dict[Hashable, list[int]] = {}
+    local, cross = positions(hosts)[world.rank]
+    return World(world.rank, world.size, *local, *cross, world.launcher, world.meeting)
+
+
+def positions(hosts: Sequence[Hashable]) -> list[tuple[Pair, Pair]]:
+    """The local and the cross numbers of each rank, by the hosts of all ranks."""
+    ranks_of: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
-        locals_of.setdefault(host, []).append(rank)
-    mine = locals_of[hosts[world.rank]]
-    local_rank = mine.index(world.rank)
-    across = [ranks[local_rank] for ranks in locals_of.values() if len(ranks) > local_rank]
-    return replace(
-        world,
-        local_rank=local_rank,
-        local_size=len(mine),
-        cross_rank=across.index(world.rank),
-        cross_size=len(across),
-        is_assumed=False,
-    )
+        ranks_of.setdefault(host, []).append(rank)
+    found: dict[int, tuple[Pair, Pair]] = {}
+    for local_rank in range(max(map(len, ranks_of.values()), default=0)):
+        across = [ranks for ranks in ranks_of.values() if len(ranks) > local_rank]
+        for cross_rank, ranks in enumerate(across):
+            found[ranks[local_rank]] = (local_rank, len(ranks)), (cross_rank, len(across))
+    return [found[rank] for rank in range(len(hosts))]
 
 
 def _world_by(launcher: Launcher, env: Variables, parent: int) -> World:

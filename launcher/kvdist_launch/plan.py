@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvdist.config.environment import cluster_from_env
+from kvdist.config.environment import cluster_from_env, positions
 from kvdist.config.losses import LossPolicy
 from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
@@ -52,8 +52,8 @@ class ProcessPlace:
     Attributes:
         host: an index into the job's hosts, or `LAUNCHER`.
         local_rank: counts the processes of this role on this host.
-        local_size: number of workers on its host, if it is a worker.
-        cross_rank: its host's position among the hosts that have a worker of its local rank.
+        local_size: number of processes of this role on this host.
+        cross_rank: its host's position among the hosts that have a process of this role and local rank.
         cross_size: number of such hosts.
     """
 
@@ -96,23 +96,10 @@ def place(
         [ProcessPlace(SCHEDULER, LAUNCHER if scheduler_host is None else scheduler_host, 0)] if num_servers else []
     )
     for role, filled in counts.items():
-        places = [(index, local) for index, count in enumerate(filled) for local in range(count)]
-        placements += [ProcessPlace(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
-    return _with_positions(placements)
-
-
-def _with_positions(placements: Sequence[ProcessPlace]) -> list[ProcessPlace]:
-    """Complete the places with each worker's position among the other workers."""
-    workers = [one for one in placements if one.node.role is Role.WORKER]
-    sizes = Counter(one.host for one in workers)
-    across: dict[int, list[int]] = {}
-    for one in workers:
-        across.setdefault(one.local_rank, []).append(one.host)
-    found = list(placements[: len(placements) - len(workers)])
-    for one in workers:
-        peers = across[one.local_rank]
-        found.append(replace(one, local_size=sizes[one.host], cross_rank=peers.index(one.host), cross_size=len(peers)))
-    return found
+        places = [index for index, count in enumerate(filled) for _ in range(count)]
+        for rank, (local, cross) in enumerate(positions(places)):
+            placements.append(ProcessPlace(NodeId(role, rank), places[rank], *local, *cross))
+    return placements
 
 
 def workers_of_slots(hosts: Sequence[Host]) -> int:
