@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from kvdist.config.paths import expanded
 from kvdist.config.processes import this_process
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
+    HOROVOD_INTERFACE,
     HOROVOD_LOG_LEVELS,
     PATHS,
     REPLACED_BY_PATIENCE,
     SETTINGS,
+    STALL_CHECK_DISABLE,
     TWINS,
     ClusterConfig,
     CollectiveSettings,
@@ -38,9 +40,8 @@ from kvdist.config.settings import (
     Setting,
     Variables,
     check_security,
-    collective_settings_of,
-    limits_of,
     read_view,
+    refuse_replaced,
     with_twins,
 )
 from kvdist.config.suggestions import did_you_mean
@@ -81,9 +82,21 @@ def limits_from_env(environ: Variables | None = None) -> Limits:
     """The bounds on memory, messages and waits.
 
     Raises:
-        ConfigError: a bound is not valid, or does not fit another.
+        ConfigError: a variable is not valid, does not fit another, or is of an earlier version.
     """
-    return limits_of(_without_horovod(_variables(environ)))
+    env = _without_horovod(_variables(environ))
+    refuse_replaced(env)
+    limits = read_view(Limits, env)
+    for name in ("slice_bytes", "priority_slice_bytes"):
+        if getattr(limits, name) > limits.frame_bytes_max:
+            raise ConfigError(
+                f"KVDIST_{name.upper()} is {getattr(limits, name)}; a slice travels in one frame, so it must be at most"
+                f" KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max}"
+            )
+    if 0 < limits.stall_shutdown_s < 2 * limits.explain_after_s:
+        # Who is awaited has to be known by then.
+        return replace(limits, explain_after_s=limits.stall_shutdown_s / 2)
+    return limits
 
 
 def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
@@ -109,7 +122,7 @@ def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
     node_host, interface = SETTINGS["KVDIST_NODE_HOST"].read(env), SETTINGS["KVDIST_INTERFACE"].read(env)
     if node_host is None and interface is not None:
         node_host = address_of_interface(interface, prefers_ipv6=":" in given["KVDIST_ROOT_URI"])
-    return read_view(ClusterConfig, env, node_host=node_host, limits=limits_of(env))
+    return read_view(ClusterConfig, env, node_host=node_host, limits=limits_from_env(env))
 
 
 def embedded_cluster_from_env(environ: Variables | None = None) -> ClusterConfig:
@@ -122,7 +135,7 @@ def embedded_cluster_from_env(environ: Variables | None = None) -> ClusterConfig
     # There is nothing to encrypt here, but a mistake is one here too.
     check_security(SETTINGS["KVDIST_SECURITY"].read(env), SETTINGS["KVDIST_SECRET_FILE"].read(env))
     read = {name: SETTINGS[variable].read(env) for name, variable in EMBEDDED.items()}
-    return ClusterConfig(Role.WORKER, "this process", 1, 1, 1, **read, limits=limits_of(env))
+    return ClusterConfig(Role.WORKER, "this process", 1, 1, 1, **read, limits=limits_from_env(env))
 
 
 EMBEDDED = {"bigarray_bound": "KVDIST_BIGARRAY_BOUND", "server_devices": "KVDIST_SERVER_DEVICE"}
@@ -138,12 +151,20 @@ def world_from_env(environ: Variables | None = None) -> World:
 
 
 def collective_settings_from_env(environ: Variables | None = None) -> CollectiveSettings:
-    """The settings of a rank in a job without servers.
+    """The settings of a rank in a job without servers; Horovod's variables are read where ours are not set.
 
     Raises:
         ConfigError: a value is not valid.
     """
-    return collective_settings_of(_with_paths(_variables(environ)))
+    env = _with_paths(_variables(environ))
+    refuse_replaced(env)
+    settings = read_view(CollectiveSettings, env)
+    check_security(settings.security, settings.secret_file)
+    if settings.interface is None:
+        settings = replace(settings, interface=HOROVOD_INTERFACE.read(env))
+    if STALL_CHECK_DISABLE.read(env) and not env.get("KVDIST_STALL_CHECK_S"):
+        return replace(settings, stall_check_s=0.0)
+    return settings
 
 
 def describes_cluster(environ: Variables | None = None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from kvdist.config.endpoints import is_loopback
@@ -757,26 +757,6 @@ class Limits:
         return self.patience_s - self.silence_s + VERDICT_S if goes_on else RECONNECT_GRACE_S + 5 / 8 * self.patience_s
 
 
-def limits_of(env: Variables) -> Limits:
-    """The limits that variables set.
-
-    Raises:
-        ConfigError: a variable is not valid, does not fit another, or is of an earlier version.
-    """
-    refuse_replaced(env)
-    limits = read_view(Limits, env)
-    for name in ("slice_bytes", "priority_slice_bytes"):
-        if getattr(limits, name) > limits.frame_bytes_max:
-            raise ConfigError(
-                f"KVDIST_{name.upper()} is {getattr(limits, name)}; a slice travels in one frame, so it must be at most"
-                f" KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max}"
-            )
-    if 0 < limits.stall_shutdown_s < 2 * limits.explain_after_s:
-        # Who is awaited has to be known by then.
-        return replace(limits, explain_after_s=limits.stall_shutdown_s / 2)
-    return limits
-
-
 def refuse_replaced(env: Variables) -> None:
     """Refuse variables of earlier versions.
 
@@ -966,22 +946,6 @@ class CollectiveSettings:
     node_host: str | None = setting("KVDIST_NODE_HOST")
     patience_s: float = setting("KVDIST_PATIENCE_S")
     transport: str = setting("KVDIST_TRANSPORT")
-
-
-def collective_settings_of(env: Variables) -> CollectiveSettings:
-    """The settings that variables make; Horovod's are read where ours are not set.
-
-    Raises:
-        ConfigError: a value is not valid.
-    """
-    refuse_replaced(env)
-    settings = read_view(CollectiveSettings, env)
-    check_security(settings.security, settings.secret_file)
-    if settings.interface is None:
-        settings = replace(settings, interface=HOROVOD_INTERFACE.read(env))
-    if STALL_CHECK_DISABLE.read(env) and not env.get("KVDIST_STALL_CHECK_S"):
-        return replace(settings, stall_check_s=0.0)
-    return settings
 
 
 # The tables of docs/configuration.md.
