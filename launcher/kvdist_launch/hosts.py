@@ -165,16 +165,10 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     Raises:
         ConfigError: a line is not valid; the message names the file, the line and the correction.
     """
-    hosts = _Hosts(f"{name} contains no host; kvdist-launch --example-hostfile prints an example")
-    for number, line in enumerate(text.split("\n"), 1):
-        where = f"{name}, line {number}: {_shown(line.strip())}"
-        try:
-            words = _words(line.rstrip("\r"))
-            if words:
-                hosts.add(_hosts_of_line(words), where)
-        except _Wrong as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return hosts.all()
+    lines = [(f"{name}, line {number}: ", line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1)]
+    return _all_hosts(
+        lines, _hosts_of_line, f"{name} contains no host; kvdist-launch --example-hostfile prints an example"
+    )
 
 
 def parse_host_list(text: str) -> list[Host]:
@@ -183,45 +177,46 @@ def parse_host_list(text: str) -> list[Host]:
     Raises:
         ConfigError: an entry is not valid; the message names the entry and the correction.
     """
-    hosts = _Hosts("-H contains no host; write a list such as -H a:2,b:2, or the name of a hostfile")
-    for entry in re.split(r",(?![^\[]*\])", text):
-        where = f"-H: {_shown(entry.strip())}"
-        try:
-            if "=" in entry:
-                raise _Wrong("attributes belong in a hostfile; in a list write HOST or HOST:SLOTS")
-            for host in _hosts_of_address(entry.strip()):
-                # The grammar has one number behind the colon; only its meaning differs from that of a file.
-                hosts.add([replace(host, slots=host.port, port=None)], where)
-        except _Wrong as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return hosts.all()
+    entries = [("-H: ", entry) for entry in re.split(r",(?![^\[]*\])", text)]
+    return _all_hosts(
+        entries, _hosts_of_entry, "-H contains no host; write a list such as -H a:2,b:2, or the name of a hostfile"
+    )
+
+
+def _hosts_of_entry(entry: str) -> Iterator[Host]:
+    if "=" in entry:
+        raise _Wrong("attributes belong in a hostfile; in a list write HOST or HOST:SLOTS")
+    for host in _hosts_of_address(entry.strip()):
+        # The grammar has one number behind the colon; only its meaning differs from that of a file.
+        yield replace(host, slots=host.port, port=None)
 
 
 class _Wrong(Exception):
     """A line is not valid; the message says how to correct it."""
 
 
-class _Hosts:
-    """Collects hosts, and refuses duplicates and too many hosts."""
+def _all_hosts(texts: Iterable[tuple[str, str]], parse: Callable[[str], Iterable[Host]], none_found: str) -> list[Host]:
+    """The hosts of several texts.
 
-    def __init__(self, none_found: str) -> None:
-        self._none_found = none_found
-        self._hosts: list[Host] = []
-        self._seen: dict[tuple[str, int | None], str] = {}
-
-    def add(self, hosts: Iterable[Host], where: str) -> None:
-        for host in hosts:
-            if host.machine in self._seen:
-                raise _Wrong(f"{host} is named twice; write it once: {host}:2 in a list, slots=2 in a file")
-            if len(self._hosts) == HOSTS_MAX:
-                raise _Wrong(f"these are more than {HOSTS_MAX} hosts; check the ranges in brackets")
-            self._seen[host.machine] = where
-            self._hosts.append(host)
-
-    def all(self) -> list[Host]:
-        if not self._hosts:
-            raise ConfigError(self._none_found)
-        return self._hosts
+    Args:
+        texts: each with the words before it in an error.
+        parse: returns the hosts of a text; raises `_Wrong` if the text is not valid.
+        none_found: the error if there is no host.
+    """
+    hosts: dict[tuple[str, int | None], Host] = {}
+    for where, text in texts:
+        try:
+            for host in parse(text):
+                if host.machine in hosts:
+                    raise _Wrong(f"{host} is named twice; write it once: {host}:2 in a list, slots=2 in a file")
+                if len(hosts) == HOSTS_MAX:
+                    raise _Wrong(f"these are more than {HOSTS_MAX} hosts; check the ranges in brackets")
+                hosts[host.machine] = host
+        except _Wrong as error:
+            raise ConfigError(f"{where}{_shown(text.strip())}: {error}") from None
+    if not hosts:
+        raise ConfigError(none_found)
+    return list(hosts.values())
 
 
 def _read(path: Path) -> str:
@@ -242,30 +237,20 @@ def _shown(text: str) -> str:
     return ascii(text) if len(text) <= SHOWN_MAX else ascii(text[:SHOWN_MAX]) + "..."
 
 
-_WORD = r"""(?:"[^"]*"|'[^']*'|[^ \t"'])+"""
+_WORD = re.compile(r"""[ \t]+|#.*|(?P<word>(?:"[^"]*"|'[^']*'|[^ \t"'])+)|(?P<quote>.)""", re.DOTALL)
+"""A blank, a comment, a word with quotes that keep blanks together, or a quote that is not closed."""
 
 
 def _words(line: str) -> list[str]:
-    """The words of a line without its comment; quotes keep blanks together and are left out."""
-    words, position = [], 0
-    while (position := _skip_blanks(line, position)) < len(line) and line[position] != "#":
-        match = re.match(_WORD, line[position:])
-        if match is None:
-            raise _Wrong("a quote is not closed; write both, as in python='/my programs/python'")
-        words.append(re.sub(r"""(["'])(.*?)\1""", r"\2", match.group()))
-        position += match.end()
-        if position < len(line) and line[position] in "\"'":
-            raise _Wrong("a quote is not closed; write both, as in python='/my programs/python'")
-    return words
+    """The words of a line without its comment; quotes are left out."""
+    found = list(_WORD.finditer(line))
+    if any(match["quote"] for match in found):
+        raise _Wrong("a quote is not closed; write both, as in python='/my programs/python'")
+    return [re.sub(r"""(["'])(.*?)\1""", r"\2", match["word"]) for match in found if match["word"]]
 
 
-def _skip_blanks(line: str, position: int) -> int:
-    while position < len(line) and line[position] in " \t":
-        position += 1
-    return position
-
-
-def _hosts_of_line(words: list[str]) -> Iterator[Host]:
+def _hosts_of_line(line: str) -> Iterator[Host]:
+    words = _words(line)
     attributes: dict[str, object] = {}
     for word in words[1:]:
         name, separator, value = word.partition("=")
@@ -278,7 +263,7 @@ def _hosts_of_line(words: list[str]) -> Iterator[Host]:
         attributes[name] = _ATTRIBUTES[name](value)
     if attributes.get("role") is Role.SERVER and "slots" in attributes:
         raise _Wrong("slots= counts workers, and a host with role=server takes none; leave one of them out")
-    for host in _hosts_of_address(words[0]):
+    for host in _hosts_of_address(words[0]) if words else ():
         for name, said in (("port", host.port), ("user", host.user)):
             if said is not None and name in attributes:
                 raise _Wrong(f"{name}= is given beside the {name} in {_shown(words[0])}; write it once")
