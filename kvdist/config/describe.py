@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
+from kvdist.config.command_line import USAGE_ERROR
 from kvdist.config.environment import is_launched, read_setting, source_of, unknown_variables
 from kvdist.config.foreign import FOREIGN_NAMES, without_effect
 from kvdist.config.paths import expanded
@@ -25,9 +26,6 @@ from kvdist.version import __version__
 
 WIDTH_MIN, WIDTH_MAX = 40, 160
 """Of a line, in characters: that of the terminal, within these bounds."""
-
-NOT_VALID = 2
-"""The exit code where a value is not valid: no process could start with it."""
 
 NO_VALUE, DEFAULT, NOT_SET = "-", "default", "not set"
 
@@ -70,7 +68,7 @@ def all_settings(width: int, environ: Variables | None = None) -> tuple[str, int
             lines += _wrapped(f"{_plain(row.sentence)}{aliases}", width)
             if problem:
                 lines += _wrapped(f"NOT VALID: {problem}", width)
-                code = NOT_VALID
+                code = USAGE_ERROR
     unknown = unknown_variables(environ)
     for number, sentence in enumerate(unknown):
         lines += [] if number else ["", "Without effect", ""]
@@ -110,7 +108,7 @@ def one_setting(name: str, width: int, environ: Variables | None = None) -> tupl
     for title, text in facts.items():
         if text:
             lines += _wrapped(text, width, f"    {title:<{column}}")
-    return "\n".join(lines), NOT_VALID if problem else 0
+    return "\n".join(lines), USAGE_ERROR if problem else 0
 
 
 def _present(row: Setting, environ: Variables | None) -> tuple[str, str, str]:

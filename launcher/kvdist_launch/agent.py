@@ -205,13 +205,12 @@ class Agent:
     def _drain(self) -> None:
         """Pass on output in flight. A launcher that lives but does not keep up delays the deadline."""
         deadline = time.monotonic() + DRAIN_S
-        while not self._is_lost and not self._is_drained(deadline):
+        while not self._is_lost:
+            if self._writer.is_empty and (self._processes.is_silent or time.monotonic() >= deadline):
+                return
             self._turn(max(0.0, deadline - time.monotonic()) or 1.0)
             if self._writer.is_full:
                 deadline = time.monotonic() + DRAIN_S
-
-    def _is_drained(self, deadline: float) -> bool:
-        return self._writer.is_empty and (self._processes.is_silent or time.monotonic() >= deadline)
 
 
 def main() -> int:

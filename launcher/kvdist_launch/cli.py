@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvdist.config.addresses import host_name
+from kvdist.config.command_line import USAGE_ERROR
 from kvdist.config.environment import unknown_variables
 from kvdist.config.exit_codes import EXIT_CONFIG
 from kvdist.config.sockets import open_files_warning, raise_open_files_limit
@@ -47,8 +48,6 @@ from kvdist_launch.request import (
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, NOT_ENCRYPTED, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
-
-USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None, role_command: Sequence[str] = ROLE_COMMAND) -> int:

@@ -576,19 +576,19 @@ def require_understood(options: argparse.Namespace, given: Sequence[str]) -> Non
     Raises:
         ConfigError: an option does not fit.
     """
+    target = target_of(options)
     ignored = [name for name in given if " " not in name and name not in UNDERSTOOD]
     if ignored:
         raise ConfigError(
             f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} for processes that kvdist-launch itself"
-            f" starts and watches, and with {target_of(options)} it does not; leave {' and '.join(ignored)} out"
+            f" starts and watches, and with {target} it does not; leave {' and '.join(ignored)} out"
         )
-    if options.emit is not None or options.launcher == "slurm":
-        _require_no_hosts(options)
-    elif options.image is not None:
-        raise ConfigError(_IMAGE_IS_FOR)
-
-
-_IMAGE_IS_FOR = "--image is for --emit kubernetes; leave it out"
+    if options.hostfile is not None and (options.emit is not None or options.launcher == "slurm"):
+        raise ConfigError(f"{target} leaves the choice of hosts to others; leave out -H {options.hostfile}")
+    if options.emit == "kubernetes" and options.image is None:
+        raise ConfigError(f"{target} needs --image IMAGE, a container image with kvdist and your program")
+    if options.image is not None and options.emit != "kubernetes":
+        raise ConfigError("--image is for --emit kubernetes; leave it out")
 
 
 def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
@@ -610,13 +610,3 @@ def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
         file.seek(0)
         os.dup2(file.fileno(), 0)
         os.execvpe("bash", ["bash", "-s"], dict(environ))
-
-
-def _require_no_hosts(options: argparse.Namespace) -> None:
-    target = target_of(options)
-    if options.hostfile is not None:
-        raise ConfigError(f"{target} leaves the choice of hosts to others; leave out -H {options.hostfile}")
-    if options.emit == "kubernetes" and options.image is None:
-        raise ConfigError(f"{target} needs --image IMAGE, a container image with kvdist and your program")
-    if options.image is not None and options.emit != "kubernetes":
-        raise ConfigError(_IMAGE_IS_FOR)

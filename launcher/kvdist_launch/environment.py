@@ -156,7 +156,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
     Raises:
         ConfigError: a text has neither form, or names a variable that the launcher sets itself.
     """
-    variables = {}
+    variables: dict[str, str] = {}
     for text in texts:
         match = re.fullmatch(rf"({NAME})[=:](.*)", text, re.DOTALL)
         if match is None:
@@ -165,7 +165,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
                 " on its present value"
             )
         name, value = match.groups()
-        variables[_not_owned(name)] = _checked(name, value)
+        _assign(variables, name, value)
     return variables
 
 
@@ -176,14 +176,14 @@ def parse_exports(texts: Iterable[str], environ: Mapping[str, str]) -> dict[str,
         ConfigError: a text has neither form, names a variable that is not set, or a variable that the launcher
             sets itself.
     """
-    variables = {}
+    variables: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not re.fullmatch(NAME, name):
             raise ConfigError(f"-x {text!r} is not the name of a variable; write -x NAME or -x NAME=VALUE")
         if not separator and name not in environ:
             raise ConfigError(f"-x {name}: this variable is not set; set it, or write -x {name}=VALUE")
-        variables[_not_owned(name)] = _checked(name, value if separator else environ[name])
+        _assign(variables, name, value if separator else environ[name])
     return variables
 
 
@@ -218,7 +218,7 @@ def parse_env_file(text: str, name: str) -> dict[str, str]:
     Raises:
         ConfigError: a line is not valid; the message has the file and the line.
     """
-    variables = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -227,7 +227,7 @@ def parse_env_file(text: str, name: str) -> dict[str, str]:
             match = re.fullmatch(rf"(?:export[ \t]+)?({NAME})[ \t]*=[ \t]*(.*)", line)
             if match is None:
                 raise ConfigError("not an assignment; write NAME=VALUE")
-            variables[_not_owned(match.group(1))] = _checked(match.group(1), _unquoted(match.group(2)))
+            _assign(variables, match[1], _unquoted(match[2]))
         except ConfigError as error:
             # The line itself is not repeated: it may hold a secret.
             raise ConfigError(f"--env-file {name}, line {number}: {error}") from None
@@ -250,13 +250,10 @@ def _unquoted(text: str) -> str:
     return re.sub(r"\\(.)", lambda found: ESCAPES.get(found.group(1), found.group(1)), match.group(1))
 
 
-def _not_owned(name: str) -> str:
+def _assign(variables: dict[str, str], name: str, value: str) -> None:
+    """Set a variable that the user wants, and that the launcher does not set itself."""
     if name in OWNED_VARIABLES and name not in SECURITY_VARIABLES:
         raise ConfigError(f"{name} is set by the launcher for each process; leave it out")
-    return name
-
-
-def _checked(name: str, value: str) -> str:
     if "\0" in value:
         raise ConfigError(f"the value of {name} contains a zero byte, which no environment can hold")
-    return value
+    variables[name] = value

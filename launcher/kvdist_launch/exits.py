@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.errors import UNHANDLED, DeadlineExceeded, DeadlockError, PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.output import TEXT_MAX, printable, shortened
+from kvdist_launch.output import TEXT_MAX, TORCH_PREFIX, printable, shortened
 
 PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
@@ -17,9 +17,6 @@ PEER_LOST_TRACEBACK = re.compile(
 )
 """Begin of the last line of a traceback if a worker did not catch the error; torch.distributed puts the rank before it.
 Most such workers end with EXIT_PEER_LOST, but a program may install a hook for uncaught exceptions."""
-
-TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
-"""Prefix of torch.distributed before the lines of a traceback."""
 
 EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
 """Last line of a traceback, as opposed to the last line of a program that ended in another way."""
@@ -91,15 +88,17 @@ class ProcessExit:
         return printable(line.partition(": ")[2].strip(), VERDICT_MAX)
 
     @property
+    def last_line(self) -> str:
+        """The last line that it printed to standard error, without the prefix of torch.distributed."""
+        return _plain(self.last_error_line)
+
+    @property
     def error(self) -> str:
         """Why it failed, by the exception that ended it, or by the message of a scheduler or server; empty if not
         known."""
         if self.status <= 0 or self.lost or self.is_consequence:
             return ""
-        last, raised = (
-            TORCH_PREFIX.sub("", line.decode(errors="replace").strip())
-            for line in (self.last_error_line, self.exception_line)
-        )
+        last, raised = self.last_line, _plain(self.exception_line)
         if self.node.role is not Role.WORKER and last.startswith(ROLE_PREFIX):
             return printable(last.removeprefix(ROLE_PREFIX))
         return printable(last if EXCEPTION.fullmatch(last) else raised)
@@ -125,8 +124,7 @@ class ProcessExit:
     def deadlock(self) -> str:
         """The workers that wait for each other, if the job ended by a deadlock: all its processes print the same
         line."""
-        line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
-        found = DEADLOCK.fullmatch(line) if self.status == 1 else None
+        found = DEADLOCK.fullmatch(self.last_line) if self.status == 1 else None
         return "" if found is None else printable(found[1], VERDICT_MAX)
 
     @property
@@ -165,6 +163,10 @@ class ProcessExit:
 
     def __str__(self) -> str:
         return f"{process_name(self.node, self.pid, self.host)} {self.way}"
+
+
+def _plain(line: bytes) -> str:
+    return TORCH_PREFIX.sub(b"", line.strip()).decode(errors="replace")
 
 
 def process_name(node: NodeId, pid: int, host: str) -> str:

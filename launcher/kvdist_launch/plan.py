@@ -171,12 +171,9 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 NUM_SERVERS = "DMLC_NUM_SERVER"
 PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
-HOROVOD_PLACES = (
-    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
-)
-"""Variables for scripts that read Horovod's, in jobs without servers."""
 """Variables with a worker's position among the other workers."""
+HOROVOD_PLACES = ("HOROVOD_RANK", "HOROVOD_SIZE", *(name.replace("KVDIST", "HOROVOD") for name in PLACES))
+"""Variables for scripts that read Horovod's, in jobs without servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,10 +299,12 @@ def _process(
     address = (launcher if root is None else facts[root]).address
     role, host = one.node.role, None if one.host == LAUNCHER else hosts[one.host]
     own = launcher if host is None else facts[one.host]
+    argv = job.command if role is Role.WORKER else job.role_command
+    argv = (own.python, *argv[1:]) if argv[:1] == (PYTHON,) else argv
     return Process(
         one.node,
         one.host,
-        _argv(job.command if role is Role.WORKER else job.role_command, own.python),
+        argv,
         _environment(job, own.scheduler or address, one, host, own, launcher),
         None if host is None else job.cwd,
         is_told_of_endings=role is Role.SCHEDULER,
@@ -408,10 +407,6 @@ def share_of_devices(devices: Sequence[str], local_rank: int, workers: int) -> S
     return devices[local_rank * len(devices) // workers : (local_rank + 1) * len(devices) // workers]
 
 
-def _argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
-    return (python, *command[1:]) if command[:1] == (PYTHON,) else command
-
-
 def _environment(
     job: JobSpec,
     address: str,
@@ -505,15 +500,12 @@ def placement(processes: Sequence[Process], hosts: Sequence[Host]) -> list[tuple
 
 def _cells(processes: Sequence[Process]) -> tuple[str, ...]:
     ranks = {role: _names(role, [one.node.rank for one in processes if one.node.role is role]) for role in Role}
-    workers = [{**one.environment.defaults, **one.environment.settings} for one in processes if _is_worker(one)]
+    layers = [one.environment for one in processes if one.node.role is Role.WORKER]
+    workers = [{**each.defaults, **each.settings} for each in layers]
     threads = dict.fromkeys(variables.get(THREADS, "") for variables in workers)
     devices = [variables[DEVICES] for variables in workers if DEVICES in variables]
     scheduler = "yes" if ranks[Role.SCHEDULER] else ""
     return scheduler, ranks[Role.SERVER], ranks[Role.WORKER], ", ".join(filter(None, threads)), " | ".join(devices)
-
-
-def _is_worker(process: Process) -> bool:
-    return process.node.role is Role.WORKER
 
 
 def _names(role: Role, ranks: Sequence[int]) -> str:

@@ -77,9 +77,7 @@ def facts_of_this_host() -> dict[str, Any]:
         "cores": usable_cores(),
         "open_files": raise_open_files_limit(),
         "gpus": len(glob.glob("/dev/nvidia[0-9]*")),
-        "name": socket.gethostname(),
         "machine": this_machine(),
-        "home": os.path.expanduser("~"),
         "environ": {name: os.environ[name] for name in ENVIRON if name in os.environ},
     }
 

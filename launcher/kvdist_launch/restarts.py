@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from kvdist.errors import FencedError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, TORCH_PREFIX, ProcessExit
+from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, ProcessExit
 from kvdist_launch.output import shortened
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
@@ -115,7 +115,7 @@ def _own_words(one: ProcessExit, lived_s: float) -> str:
     """Why it ended, if its program is the reason; empty if not, or if unknown."""
     if one.status <= 0 or one.lost or one.is_consequence:
         return ""
-    line = shortened(TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip()), SENTENCE_MAX)
+    line = shortened(one.last_line, SENTENCE_MAX)
     if line.startswith(FENCED):
         return ""  # the others gave it up, whatever it did
     if one.error:

@@ -16,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.command_line import USAGE_ERROR
 from kvdist.config.foreign import FOREIGN, FOREIGN_NAMES, without_effect
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
 from kvdist.errors import ConfigError
-from kvdist_launch.cli import USAGE_ERROR, launch, show
+from kvdist_launch.cli import launch, show
 from kvdist_launch.hosts import Host, parse_host_list, read_hostfile
 from kvdist_launch.options import (
     SHOW_VERSION,
