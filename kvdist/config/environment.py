@@ -409,21 +409,6 @@ Places = Callable[[Variables], tuple[Pair | None, Pair | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class JobFacts:
-    """Facts about a job from which a launcher's meeting point follows.
-
-    Attributes:
-        size: the number of ranks.
-        local_size: number of ranks on this machine; None if the launcher does not set it.
-        parent: id of the parent process, which the ranks of a machine have in common.
-    """
-
-    size: int
-    local_size: int | None
-    parent: int
-
-
-@dataclass(frozen=True, slots=True)
 class Launcher:
     """Variables by which a launcher describes a process.
 
@@ -431,7 +416,10 @@ class Launcher:
         name: name of the launcher in messages.
         rank, size: names of the variables of both; either without the other is an error.
         places: function that reads the local and the cross numbers.
-        meeting: function that returns the meeting point of the ranks.
+        meeting: function that returns the meeting point of the ranks; None if they are on one machine and meet there.
+        job: function that returns the name of a job on one machine, from its variables and the id of the parent
+            process, which the ranks of a machine have in common.
+        example: how to tell ranks on several machines where they meet.
         signs: other variables that only this launcher sets; they are an error without rank and size.
     """
 
@@ -439,7 +427,9 @@ class Launcher:
     rank: str
     size: str
     places: Places
-    meeting: Callable[[Variables, JobFacts], Meeting]
+    meeting: Callable[[Variables], Meeting | None]
+    job: Callable[[Variables, int], str] = lambda *_: ""
+    example: str = ""
     signs: tuple[str, ...] = ()
 
 
@@ -504,7 +494,13 @@ def _world_by(launcher: Launcher, env: Variables, parent: int) -> World:
     if size == 1:
         return World(rank, 1, launcher=launcher.name)
     local, cross = launcher.places(env)
-    meeting = launcher.meeting(env, JobFacts(size, None if local is None else local[1], parent))
+    meeting = launcher.meeting(env)
+    if meeting is None and local is not None and local[1] != size:
+        raise ConfigError(
+            f"the {size} processes of this job are on several machines, and nothing says where rank 0 can be reached:"
+            f" pass its address and a free port of it to all of them, as in {launcher.example}"
+        )
+    meeting = meeting or Meeting(job=launcher.job(env, parent))
     is_assumed = local is None or (cross is None and local[1] != size)
     if local is None:
         is_here = not meeting.host or is_loopback(meeting.host)
@@ -585,7 +581,7 @@ def _is_also_a_task_of_slurm(env: Variables) -> bool:
 # Where they meet.
 
 
-def _at_root(env: Variables, _: JobFacts) -> Meeting:
+def _at_root(env: Variables) -> Meeting:
     """Meeting point of jobs of kvdist-launch and kvdist-run."""
     missing = [name for name in ("KVDIST_ROOT_URI", "KVDIST_ROOT_PORT") if not env.get(name)]
     if missing:
@@ -616,48 +612,24 @@ def _at_master(env: Variables) -> Meeting | None:
     return Meeting(env["MASTER_ADDR"], _port(env, "MASTER_PORT"), None, served, job)
 
 
-def _of_torchrun(env: Variables, _: JobFacts) -> Meeting:
+def _of_torchrun(env: Variables) -> Meeting:
     meeting = _at_master(env)
     if meeting is None:
         raise ConfigError("RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not: set all four")
     return meeting
 
 
-def _of_horovod(env: Variables, facts: JobFacts) -> Meeting:
+def _of_horovod(env: Variables) -> Meeting | None:
     found = _at_master(env)
     if found is None and (env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or env.get("HOROVOD_GLOO_RENDEZVOUS_PORT")):
         raise ConfigError(
             "this process was started by horovodrun, whose meeting point other programs cannot use: start it with"
             " kvdist-run, which takes the same options"
         )
-    return found or _on_this_machine(facts, f"horovod.{facts.parent}", "MASTER_ADDR=node1 MASTER_PORT=29500 ...")
+    return found
 
 
-def _of_open_mpi(env: Variables, facts: JobFacts) -> Meeting:
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(facts.parent)
-    return _at_master(env) or _on_this_machine(
-        facts, f"ompi.{job}", "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
-    )
-
-
-def _of_pmi(env: Variables, facts: JobFacts) -> Meeting:
-    # MPICH has no variable that is the same for all ranks of a job and another for the next job.
-    job = env.get("PMI_JOBID") or str(facts.parent)
-    return _at_master(env) or _on_this_machine(
-        facts, f"pmi.{job}", "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ..."
-    )
-
-
-def _on_this_machine(facts: JobFacts, job: str, example: str) -> Meeting:
-    if facts.local_size not in (None, facts.size):
-        raise ConfigError(
-            f"the {facts.size} processes of this job are on several machines, and nothing says where rank 0 can be"
-            f" reached: pass its address and a free port of it to all of them, as in {example}"
-        )
-    return Meeting(job=job)
-
-
-def _of_slurm(env: Variables, _: JobFacts) -> Meeting:
+def _of_slurm(env: Variables) -> Meeting:
     found = _at_master(env)
     if found is not None:
         return found
@@ -733,6 +705,8 @@ LAUNCHERS = (
         "HOROVOD_SIZE",
         _named(("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"), ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")),
         _of_horovod,
+        lambda _, parent: f"horovod.{parent}",
+        "MASTER_ADDR=node1 MASTER_PORT=29500 ...",
     ),
     Launcher(
         "torchrun",
@@ -746,9 +720,20 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         _named(("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")),
-        _of_open_mpi,
+        _at_master,
+        lambda env, parent: f"ompi.{env.get('PMIX_NAMESPACE') or env.get('OMPI_MCA_ess_base_jobid') or parent}",
+        "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...",
     ),
-    Launcher("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", _named(("MPI_LOCALRANKID", "MPI_LOCALNRANKS")), _of_pmi),
+    Launcher(
+        "mpiexec (PMI)",
+        "PMI_RANK",
+        "PMI_SIZE",
+        _named(("MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+        _at_master,
+        # MPICH has no variable that is the same for all ranks of a job and another for the next job.
+        lambda env, parent: f"pmi.{env.get('PMI_JOBID') or parent}",
+        "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ...",
+    ),
     Launcher("Slurm's srun", "SLURM_PROCID", "SLURM_NTASKS", _of_tasks, _of_slurm),
 )
 """All launchers, in the order in which their variables are looked up."""
