@@ -12,14 +12,7 @@ from kvdist.config.command_line import USAGE_ERROR
 from kvdist.config.environment import is_launched, read_setting, source_of, unknown_variables
 from kvdist.config.foreign import FOREIGN_NAMES, without_effect
 from kvdist.config.paths import expanded
-from kvdist.config.settings import (
-    SETTINGS,
-    TABLE,
-    Setting,
-    Variables,
-    shown_default,
-    with_tables,
-)
+from kvdist.config.settings import SETTINGS, TABLE, Setting, Variables, shown_default, with_tables
 from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
 from kvdist.version import __version__

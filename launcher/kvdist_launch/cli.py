@@ -38,13 +38,7 @@ from kvdist_launch.plan import (
 )
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses, handling_interruptions
-from kvdist_launch.request import (
-    ROLE_COMMAND,
-    Request,
-    grace_of,
-    hosts_of,
-    job_of,
-)
+from kvdist_launch.request import ROLE_COMMAND, Request, grace_of, hosts_of, job_of
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, NOT_ENCRYPTED, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor

@@ -39,10 +39,7 @@ from kvdist_launch.plan import PYTHON
 from kvdist_launch.processes import EventPipe, SignalPipe
 from kvdist_launch.request import Request, job_of
 from kvdist_launch.request import hosts_of as request_hosts
-from kvdist_launch.run_cli import (
-    hosts_of,
-    ssh_option_of,
-)
+from kvdist_launch.run_cli import hosts_of, ssh_option_of
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Interrupted, Supervisor
 

@@ -43,14 +43,7 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.output import LineSplitter, all_printable, printable, text_table
 from kvdist_launch.plan import Process
 from kvdist_launch.probe import facts_of_this_host
-from kvdist_launch.processes import (
-    BEAT_S,
-    NOT_EXECUTABLE,
-    CommandError,
-    HostProcesses,
-    LocalProcesses,
-    ProcessListener,
-)
+from kvdist_launch.processes import BEAT_S, NOT_EXECUTABLE, CommandError, HostProcesses, LocalProcesses, ProcessListener
 from kvdist_launch.ssh import SshOptions, agent_command, login_of, words_of_host
 from kvdist_launch.supervisor import Supervisor
 
