@@ -183,10 +183,7 @@ class Agent:
             self._lose()
 
     def _take_signals(self) -> None:
-        numbers = self._signals.read()
-        if signal.SIGCHLD in numbers:
-            self._processes.take_exits()
-        if INTERRUPTIONS.intersection(numbers):
+        if INTERRUPTIONS.intersection(self._signals.read()):
             self._lose()
 
     def _lose(self) -> None:

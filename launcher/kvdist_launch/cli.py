@@ -214,7 +214,7 @@ def _run_here(
         notes.append(PLAIN_HERE if job.security.word == NONE else None)
         for note in filter(None, notes):
             supervisor.say(note)
-        local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
+        local = LocalProcesses(supervisor.selector, supervisor)
         return supervisor.run([(local, processes)], listening, job.security.secret_of_run(), losses=job.losses)
 
 

@@ -36,7 +36,6 @@ from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import parse_options
 from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, TextSink
 from kvdist_launch.plan import PYTHON
-from kvdist_launch.processes import EventPipe, SignalPipe
 from kvdist_launch.request import Request, job_of
 from kvdist_launch.request import hosts_of as request_hosts
 from kvdist_launch.run_cli import hosts_of, ssh_option_of
@@ -223,11 +222,10 @@ def _run_calls(calls: WorkerCalls, request: Request, output_folder: str | None) 
     launcher = launcher_facts(hosts)
     job = replace(job_of(request, hosts, launcher.environ), is_called=True)
     is_main = threading.current_thread() is threading.main_thread()
-    events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
     logs = None if output_folder is None else LogFiles(Path(expanded(output_folder)), err.say, job.num_workers)
     output, grace = JobOutput(out, err, logs=logs), GracePeriods(grace_s=GRACE_S)
-    supervisor = Supervisor(output, err, grace, None, events, not request.options.verbose, calls)
+    supervisor = Supervisor(output, err, grace, None, is_main, not request.options.verbose, calls)
     calls.supervisor = supervisor
     try:
         code = run_once(request, job, hosts, launcher, supervisor)

@@ -143,9 +143,6 @@ class RemoteProcesses(HostProcesses):
     def tell(self, node: NodeId, line: str) -> None:
         self._writer.send("tell", node=node, line=line)
 
-    def take_exits(self) -> None:
-        """Does nothing: the agent reports exits."""
-
     def beat(self, now: float) -> None:
         if self.failure:
             return
@@ -384,7 +381,7 @@ class HostPool:
         self.ssh = ssh
         self._beat_at = time.monotonic() + BEAT_S
         self._look_by = time.monotonic() + LOOK_S
-        local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
+        local = LocalProcesses(supervisor.selector, supervisor)
         named = next((host for host in hosts if host.is_local), Host("localhost"))
         self.here = HostConnection(named, local, facts_of_this_host())
         self.connections = [self.here if host.is_local else HostConnection(host, self._dial(host)) for host in hosts]

@@ -1,4 +1,4 @@
-"""Starts, watches and ends the processes of a host by process group; receives signals as bytes on a pipe.
+"""Starts, watches and ends the processes of a host by process group; ends and signals are events of a selector.
 
 `LocalProcesses` runs processes on this machine; `RemoteProcesses` forwards everything to an agent on another machine,
 which uses `LocalProcesses`. Both report to a listener. The owner of the selector calls the callbacks registered with
@@ -65,44 +65,6 @@ class CommandError(ConfigError):
         self.exit_code = exit_code
 
 
-class EventPipe:
-    """While entered, numbers that are posted from any thread make `descriptor` readable.
-
-    Handles no signals: for threads other than the main thread, where Python allows no handlers.
-    """
-
-    def __init__(self) -> None:
-        self.descriptor = -1
-        self._writer = -1
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> EventPipe:
-        self.descriptor, self._writer = os.pipe()
-        os.set_blocking(self.descriptor, False)
-        os.set_blocking(self._writer, False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            os.close(self._writer)
-            self._writer = -1
-        os.close(self.descriptor)
-
-    def post(self, number: int) -> None:
-        """Post a number, as if that signal had come. Does nothing while not entered."""
-        with self._lock:
-            if self._writer != -1:
-                with contextlib.suppress(BlockingIOError):  # full of numbers that are not read yet
-                    os.write(self._writer, bytes([number]))
-
-    def read(self) -> list[int]:
-        """The numbers posted since the last call; repetitions may be merged."""
-        try:
-            return list(os.read(self.descriptor, 4096))
-        except BlockingIOError:
-            return []
-
-
 @contextlib.contextmanager
 def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """While entered, call `handler` on interruptions (the user or the system asks for the end), unless they are
@@ -119,23 +81,25 @@ def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -
             signal.signal(number, signal.SIG_IGN if isinstance(one, Beginning) else one)
 
 
-class SignalPipe(EventPipe):
-    """While entered, SIGCHLD and the interruptions only make `descriptor` readable.
+class SignalPipe:
+    """While entered, interruptions only make `descriptor` readable.
 
     Must be entered in the main thread, before children are started: they then get the default treatment of SIGINT even
     where a shell started the launcher in the background, with SIGINT ignored.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.descriptor = self._writer = -1
         self._wakeup_before = -1
         self._handlers_before: dict[int, SignalHandler] = {}
 
     def __enter__(self) -> SignalPipe:
-        super().__enter__()
+        self.descriptor, self._writer = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._writer, False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in (*INTERRUPTIONS, signal.SIGCHLD):
-            if number in INTERRUPTIONS - {signal.SIGINT} and is_ignored(number):
+        for number in INTERRUPTIONS:
+            if number != signal.SIGINT and is_ignored(number):
                 continue  # Under nohup, for one, the job is meant to outlive its terminal.
             self._handlers_before[number] = signal.signal(number, _do_nothing)
         return self
@@ -144,7 +108,15 @@ class SignalPipe(EventPipe):
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        super().__exit__()
+        os.close(self._writer)
+        os.close(self.descriptor)
+
+    def read(self) -> list[int]:
+        """The numbers of the signals since the last call; repetitions may be merged."""
+        try:
+            return list(os.read(self.descriptor, 4096))
+        except BlockingIOError:
+            return []
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
@@ -223,10 +195,6 @@ class HostProcesses(abc.ABC):
         """Write a line to the standard input of a process that has one."""
 
     @abc.abstractmethod
-    def take_exits(self) -> None:
-        """Check which processes have ended; to be called after SIGCHLD."""
-
-    @abc.abstractmethod
     def beat(self, now: float) -> None:
         """Check for processes that a signal has stopped, or exchange heartbeats with the agent that checks.
 
@@ -260,6 +228,9 @@ class ChildProcess:
         process: the process to start.
         settings: environment variables added to those of `process`.
         listening: a listening socket that it inherits.
+
+    Attributes:
+        ending: a descriptor that is readable once the process has ended.
 
     Raises (on construction):
         OSError: it could not be started.
@@ -295,6 +266,14 @@ class ChildProcess:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
+            on_error.callback(self._popen.kill)
+            self._watcher: threading.Thread | None = None
+            try:
+                self.ending = os.pidfd_open(self.pid)
+            except (AttributeError, OSError):  # not Linux, or an old or a simulated one
+                self.ending, writing = os.pipe()
+                self._watcher = threading.Thread(target=_close_at_end, args=(self.pid, writing))
+                self._watcher.start()
             on_error.pop_all()
         if self._popen.stdin is not None:
             # A scheduler that does not read must not stop the launcher.
@@ -370,7 +349,10 @@ class ChildProcess:
     def reap(self) -> None:
         """Kill the rest of its group, itself included, and release its process id."""
         self.signal_group(signal.SIGKILL)
+        if self._watcher is not None:
+            self._watcher.join()  # it waits for the process id, which may be a stranger's once it is free
         self._popen.wait()
+        os.close(self.ending)
         self._end_call()
         for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr, self._result):
             if pipe is not None:
@@ -383,21 +365,16 @@ class LocalProcesses(HostProcesses):
     Args:
         selector: waits for their outputs; the data of a key is the callback.
         listener: receives the events.
-        exits: gets SIGCHLD posted by a thread for each process; None if the launcher handles the real signal.
 
     Attributes:
         probe: answers the questions about this machine.
     """
 
-    def __init__(
-        self, selector: selectors.BaseSelector, listener: ProcessListener, exits: EventPipe | None = None
-    ) -> None:
+    def __init__(self, selector: selectors.BaseSelector, listener: ProcessListener) -> None:
         super().__init__()
         self.probe = HostProbe(selector)
         self._selector = selector
         self._listener = listener
-        self._exits = exits
-        self._watchers: dict[NodeId, threading.Thread] = {}
         self._children: dict[NodeId, ChildProcess] = {}
         self._running: list[ChildProcess] = []
         self._open: dict[tuple[NodeId, int], IO[bytes]] = {}
@@ -451,10 +428,7 @@ class LocalProcesses(HostProcesses):
             self._open[child.node, stream] = pipe
             if not self._is_paused:
                 self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child.node, stream))
-        if self._exits is not None:
-            thread = threading.Thread(target=_post_exit, args=(child.pid, self._exits), name=f"kvdist-{child.node}")
-            thread.start()
-            self._watchers[child.node] = thread
+        self._selector.register(child.ending, selectors.EVENT_READ, self._take_exits)
 
     def _retire(self, node: NodeId) -> bool:
         """Release an ended process that is to be restarted. Returns whether it had been started before."""
@@ -465,8 +439,6 @@ class LocalProcesses(HostProcesses):
             # A child of the process may still hold the pipe, and would be taken for its successor.
             if (node, stream) in self._open:
                 self._end_output(node, stream)
-        if node in self._watchers:
-            self._watchers.pop(node).join()
         child.reap()
         if self._watchdog is not None:
             self._watchdog.forget(child.pid)
@@ -504,11 +476,15 @@ class LocalProcesses(HostProcesses):
             else:
                 self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, node, stream))
 
-    def take_exits(self) -> None:
+    def _take_exits(self) -> None:
+        """Report all processes that have ended: they count as having ended at the same moment."""
         exits = [one for child in self._running if (one := child.exit()) is not None]
         if not exits:
             return
         ended = {one.node for one in exits}
+        for child in self._running:
+            if child.node in ended:
+                self._selector.unregister(child.ending)
         self._running = [child for child in self._running if child.node not in ended]
         for one in exits:
             if one.is_failure:
@@ -536,12 +512,11 @@ class LocalProcesses(HostProcesses):
     def release(self) -> None:
         self.pause(True)
         self._open.clear()
-        # No child is reaped while a thread waits for it: a process id that is free again may be a stranger's.
+        for child in self._running:
+            self._selector.unregister(child.ending)
+        self._running.clear()
         for child in self._children.values():
             child.signal_group(signal.SIGKILL)
-        for watcher in self._watchers.values():
-            watcher.join()
-        self._watchers.clear()
         for child in self._children.values():
             child.reap()
         self._children.clear()
@@ -591,7 +566,7 @@ def _told(pid: int) -> tuple[bytes, bytes]:
     return name, rest.split()[0]
 
 
-def _post_exit(pid: int, exits: EventPipe) -> None:
-    """Wait for the end of a process, which stays unreaped, and post SIGCHLD."""
+def _close_at_end(pid: int, writing: int) -> None:
+    """Wait for the end of a process, which stays unreaped, and close a descriptor."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    exits.post(signal.SIGCHLD)
+    os.close(writing)

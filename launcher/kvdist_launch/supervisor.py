@@ -23,7 +23,7 @@ from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
 from kvdist_launch.output import ERR, NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
 from kvdist_launch.plan import Process
-from kvdist_launch.processes import BEAT_S, RESULT, EventPipe, HostProcesses, SignalPipe
+from kvdist_launch.processes import BEAT_S, RESULT, HostProcesses, SignalPipe
 from kvdist_launch.start import INTERRUPTIONS
 
 Assignment = tuple[HostProcesses, Process]
@@ -81,7 +81,7 @@ class Supervisor:
         err: where the launcher's messages go.
         grace: how long to wait for processes that should end.
         launched: the start of the launcher, by the monotonic clock; None is now.
-        events: brings exits and interruptions; None takes the signals of this process.
+        takes_signals: whether the signals of this process interrupt the job; only in the main thread.
         is_quiet: whether the closing lines and the notes before the start are left out, because the caller reports
             the end in another way.
         calls: what processes get and answer that are called; None if they run commands.
@@ -89,7 +89,6 @@ class Supervisor:
     Attributes:
         is_quiet: as in the arguments.
         job: the state of the attempt.
-        exits: gets the ends of children posted; None if the signals of this process report them.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Supervisor:
         err: Sink,
         grace: GracePeriods,
         launched: float | None = None,
-        events: EventPipe | None = None,
+        takes_signals: bool = True,
         is_quiet: bool = False,
         calls: Calls | None = None,
     ) -> None:
@@ -109,8 +108,7 @@ class Supervisor:
         self._err = err
         self._sinks = {*output.sinks, err}
         self._grace = grace
-        self._events = SignalPipe() if events is None else events
-        self.exits = None if isinstance(self._events, SignalPipe) else self._events
+        self._signals = SignalPipe() if takes_signals else None
         self.is_quiet = is_quiet
         self._calls = calls
         self._hosts: list[HostProcesses] = []
@@ -209,8 +207,9 @@ class Supervisor:
         """Listen to signals from now on; `run` does so by itself, and may be called inside."""
         self._depth += 1
         if self._depth == 1:
-            self._events.__enter__()
-            self.selector.register(self._events.descriptor, selectors.EVENT_READ, self._take_events)
+            if self._signals is not None:
+                self._signals.__enter__()
+                self.selector.register(self._signals.descriptor, selectors.EVENT_READ, self._take_signals)
             for sink in self._sinks:
                 sink.attend(self.selector)
         return self
@@ -223,7 +222,8 @@ class Supervisor:
             for sink in self._sinks:
                 sink.finish()
             self.selector.close()
-            self._events.__exit__(kind, error, trace)
+            if self._signals is not None:
+                self._signals.__exit__(kind, error, trace)
 
     def host_of(self, node: NodeId) -> str:
         """The name of a process's host; empty if that is this machine."""
@@ -384,12 +384,8 @@ class Supervisor:
         for line in self.job.conclude(time.monotonic(), *ending):
             (self.note if line.startswith(INDENT) else self.say)(line)
 
-    def _take_events(self) -> None:
-        numbers = self._events.read()
-        if signal.SIGCHLD in numbers:
-            for host in self._hosts:
-                host.take_exits()
-        for number in numbers:
+    def _take_signals(self) -> None:
+        for number in self._signals.read() if self._signals is not None else ():
             if number in INTERRUPTIONS and not self._is_running:
                 raise Interrupted(number)
             if number in INTERRUPTIONS:

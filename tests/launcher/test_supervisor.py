@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,7 @@ from kvdist.nodes import worker
 from kvdist_launch.environment import Environment
 from kvdist_launch.plan import Process
 from kvdist_launch.processes import LocalProcesses
-from tests.launcher.conftest import FAILS_WHEN_READY
+from tests.launcher.conftest import FAILS_WHEN_READY, TIMEOUT_S
 
 SAY_AND_SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
 LEAVE_CHILD = (
@@ -129,6 +130,23 @@ def test_a_process_that_has_ended_or_goes_on_is_not_taken_for_a_stopped_one():
         processes.beat(2.0)
         assert len(listener.stopped.call_args_list) == 2
         processes.release()
+
+
+@pytest.mark.parametrize("has_descriptor", [True, False])
+def test_the_end_of_a_process_is_seen_at_once_whatever_the_system_offers(monkeypatch, has_descriptor):
+    if not has_descriptor:
+        monkeypatch.delattr(os, "pidfd_open")
+    listener, threads = mock.Mock(), threading.active_count()
+    with selectors.DefaultSelector() as selector:
+        processes = LocalProcesses(selector, listener)
+        shells = [(worker(0), "exit 3"), (worker(1), "sleep 60")]
+        processes.start([Process(node, 0, ("sh", "-c", text), Environment()) for node, text in shells])
+        while not listener.settled.called:
+            for key, _ in selector.select(TIMEOUT_S):
+                key.data()
+        assert [[one.status for one in call.args[0]] for call in listener.ended.call_args_list] == [[3]]
+        processes.release()
+        assert not selector.get_map() and threading.active_count() == threads
 
 
 @pytest.mark.parametrize(
