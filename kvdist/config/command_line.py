@@ -45,6 +45,18 @@ class Parser(argparse.ArgumentParser):
             self.exit(end_with(f"error: unknown option {unknown}; {advice}", USAGE_ERROR, self.prog))
         return super().parse_args(words, namespace)
 
+    def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The options among the words of a command line, and the command of the user that follows them.
+
+        The first word that is not an option begins the command, whose words may look like options of this program.
+        argparse cannot promise that, so the command is cut off before. A ``--`` before the command is dropped.
+        """
+        index = 0
+        while index < len(words) and words[index].startswith("-") and words[index] not in ("-", "--"):
+            action = self._option_string_actions.get(words[index])
+            index += 1 if action is None or action.nargs == 0 else 2
+        return list(words[:index]), list(words[index + (words[index : index + 1] == ["--"]) :])
+
     def _unknown(self, words: Sequence[str]) -> str:
         """The first word that looks like an option and is none; '' if all options are known."""
         known, is_value = self._option_string_actions, False

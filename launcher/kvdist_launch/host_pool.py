@@ -379,12 +379,12 @@ class HostPool:
         self._supervisor = supervisor
         self._python = python
         self.ssh = ssh
-        self._beat_at = time.monotonic() + BEAT_S
         self._look_by = time.monotonic() + LOOK_S
         local = LocalProcesses(supervisor.selector, supervisor)
         named = next((host for host in hosts if host.is_local), Host("localhost"))
         self.here = HostConnection(named, local, facts_of_this_host())
         self.connections = [self.here if host.is_local else HostConnection(host, self._dial(host)) for host in hosts]
+        supervisor.attend(one.processes for one in self.connections)
 
     def _dial(self, host: Host) -> RemoteProcesses:
         argv = agent_command(host, host.python or self._python, self.ssh)
@@ -458,11 +458,7 @@ class HostPool:
         """Handle events of the hosts until `is_done`, or the time is up."""
         deadline = time.monotonic() + timeout_s
         while not is_done() and (now := time.monotonic()) < deadline:
-            self._supervisor.turn(max(0.0, min(deadline, self._beat_at) - now))
-            if time.monotonic() >= self._beat_at:
-                self._beat_at = time.monotonic() + BEAT_S
-                for one in self.connections:
-                    one.processes.beat(time.monotonic())
+            self._supervisor.turn(deadline - now)
 
     def dismiss_idle(self, busy: Iterable[HostProcesses]) -> None:
         """Release the hosts that have no process to run."""

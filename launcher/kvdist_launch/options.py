@@ -1,17 +1,15 @@
 """The options of ``kvdist-launch``, as a table in the groups in which ``--help`` shows them.
 
-Everything after the first word that is not an option belongs to the user's command, even if it looks like an option of
-the launcher. argparse cannot promise that, so `split_command` cuts the command off before argparse sees the rest.
-
 This module converts each option's text to a value of the right type, or raises an error with the expected form.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import ipaddress
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvdist.config.command_line import Parser
@@ -56,6 +54,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+@functools.cache
 def new_parser() -> Parser:
     """The parser of the launcher's part of the command line."""
     description = "Start a kvdist job: scheduler, servers, and workers that run COMMAND; with -s 0 workers alone."
@@ -114,20 +113,7 @@ def target_of(options: argparse.Namespace) -> str:
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The launcher's part of the command line, and the user's command; a ``--`` between them is dropped."""
-    return split_words(words, VALUED_OPTIONS)
-
-
-def split_words(words: Sequence[str], valued: Collection[str]) -> tuple[list[str], list[str]]:
-    """`split_command` for a program whose options in `valued` take the next word."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if word == "--":
-            return list(words[:index]), list(words[index + 1 :])
-        if not word.startswith("-") or word == "-":
-            break
-        index += 2 if word in valued else 1
-    return list(words[:index]), list(words[index:])
+    return new_parser().split(words)
 
 
 def asked(options: argparse.Namespace) -> list[str]:
@@ -389,11 +375,3 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
 """Every option: its names, and the arguments of `add_argument`."""
 
 OPTIONS: tuple[Option, ...] = tuple(option for _, options in GROUPS for option in options)
-
-VALUED_OPTIONS = frozenset(
-    name
-    for names, settings in OPTIONS
-    if settings.get("action", "store") in ("store", "append", ShowCompletion)
-    for name in names
-)
-"""The options whose value may be the next word."""

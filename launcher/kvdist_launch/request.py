@@ -313,14 +313,12 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
 
 
 def grace_of(options: argparse.Namespace, environ: Mapping[str, str]) -> GracePeriods:
-    """How long to wait for processes that should end, or are stopped. A wrong patience is refused by `job_of`."""
+    """How long to wait for processes that should end, or are stopped. `job_of` refuses wrong variables."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
-    words = [environ.get("KVDIST_PATIENCE_S", "") if options.patience is None else options.patience]
-    words += [text.partition("=")[2] for text in options.env or () if text.startswith("KVDIST_PATIENCE_S=")]
     try:
-        patience_s = float(words[-1])
-    except ValueError:
+        patience_s = SETTINGS["KVDIST_PATIENCE_S"].read({**environ, **_variables(options, environ)})
+    except ConfigError:
         patience_s = Limits.patience_s
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s, patience_s=patience_s)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvdist.config.command_line import USAGE_ERROR
+from kvdist.config.command_line import USAGE_ERROR, Parser
 from kvdist.config.foreign import FOREIGN, FOREIGN_NAMES, without_effect
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
@@ -32,7 +32,6 @@ from kvdist_launch.options import (
     numbers,
     parse_options,
     repeated,
-    split_words,
     to_interface,
     to_path,
     to_seconds,
@@ -142,7 +141,7 @@ def _box(name: str, is_there: bool) -> str:
     return f"    [{'X' if is_there else ' '}] {name}"
 
 
-def new_parser() -> argparse.ArgumentParser:
+def new_parser() -> Parser:
     """The parser of kvdist-run's options."""
     description = "Start processes that train together without servers, with the options of horovodrun."
     parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
@@ -163,8 +162,8 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
     Raises:
         SystemExit: argparse answered (``--help``, ``--version``, ``--check-build``) or refused the options.
     """
-    own, command = split_words(words, VALUED)
     parser = new_parser()
+    own, command = parser.split(words)
     own = _with_config_file(own, parser)
     given = {word.partition("=")[0] for word in own}
     foreign = [name for name in FOREIGN_NAMES if name in given]
@@ -260,13 +259,6 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     )),
 )  # fmt: skip
 """Every option with an effect: its names, and the arguments of `add_argument`."""
-
-VALUED = frozenset(
-    [name for _, options in GROUPS for names, told in options if "type" in told for name in names]
-    + [name.rstrip("=:") for row in FOREIGN for name in row.names.split() if row.is_refused or name[-1] in "=:"]
-)
-"""The options whose value may be the next word."""
-
 
 PROGRAM = "kvdist-run"
 

@@ -6,7 +6,6 @@ reaped, together with the rest of their process groups.
 
 from __future__ import annotations
 
-import math
 import selectors
 import signal
 import socket
@@ -21,7 +20,7 @@ from kvdist.config.losses import LossPolicy
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
-from kvdist_launch.output import ERR, NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
+from kvdist_launch.output import ERR, NEWS, OUT, JobOutput, Sink, short_name
 from kvdist_launch.plan import Process
 from kvdist_launch.processes import BEAT_S, RESULT, HostProcesses, SignalPipe
 from kvdist_launch.start import INTERRUPTIONS
@@ -117,7 +116,6 @@ class Supervisor:
         self._listening: socket.socket | None = None
         self._secret: bytes | None = None
         self._elsewhere: Callable[[Process], Assignment] | None = None
-        self._news = LineSplitter()
         self._known: dict[tuple[NodeId, str], str] = {}
         """(process, first word) → the last such line about it, for a restarted scheduler. The line about an exit stays
         when the process is restarted: the scheduler may not have read it."""
@@ -125,7 +123,7 @@ class Supervisor:
         self._with_stdin: NodeId | None = None
         self._has_explained_stdin = False
         self._is_running = False
-        self._beat_at = math.inf
+        self._beat_at = 0.0
         self._depth = 0
 
     def run(
@@ -201,7 +199,6 @@ class Supervisor:
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)
         self._is_running = True
-        self._beat_at = time.monotonic()
 
     def __enter__(self) -> Supervisor:
         """Listen to signals from now on; `run` does so by itself, and may be called inside."""
@@ -224,6 +221,10 @@ class Supervisor:
             self.selector.close()
             if self._signals is not None:
                 self._signals.__exit__(kind, error, trace)
+
+    def attend(self, hosts: Iterable[HostProcesses]) -> None:
+        """Watch hosts on which no process has been started yet; `run` then watches those that start any."""
+        self._hosts = list(hosts)
 
     def host_of(self, node: NodeId) -> str:
         """The name of a process's host; empty if that is this machine."""
@@ -261,7 +262,7 @@ class Supervisor:
             return
         lines = self._output.feed(node, stream, data)
         if node == SCHEDULER and stream == OUT:
-            self._take_news(data)
+            self._take_news(lines)
         if stream == ERR and any(LINGERS.encode() in line for line in lines):
             self.job.lingers(node, time.monotonic())
         if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
@@ -271,9 +272,9 @@ class Supervisor:
                 f" machine with kvdist-launch --stdin {short_name(node)}"
             )
 
-    def _take_news(self, data: bytes) -> None:
+    def _take_news(self, lines: Sequence[bytes]) -> None:
         """Handle the scheduler's reports about workers and servers."""
-        for found in filter(None, map(NEWS.fullmatch, self._news.feed(data))):
+        for found in filter(None, map(NEWS.fullmatch, lines)):
             node, life = NodeId(Role(found[2].decode()), int(found[3])), int(found[4])
             if found[1] == b"joined":
                 self.job.joined(node, life)
@@ -353,8 +354,7 @@ class Supervisor:
             Interrupted: the user wants the job to end, and it has not begun.
         """
         until_beat_s = max(0.0, self._beat_at - time.monotonic())
-        wait_s = until_beat_s if timeout_s is None else min(timeout_s, until_beat_s)
-        for key, _ in self.selector.select(None if wait_s == math.inf else wait_s):
+        for key, _ in self.selector.select(until_beat_s if timeout_s is None else min(timeout_s, until_beat_s)):
             key.data()
         self._output.tick()
         is_full = self._output.is_full
