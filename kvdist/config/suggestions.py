@@ -10,6 +10,13 @@ PART_MIN = 4
 """A word of at least so many letters also resembles words of which it is a part, as ``sync`` is of ``dist_sync``."""
 
 
+def nearest(name: str, names: Iterable[str], ratio: float, most: int = 1) -> list[str]:
+    """The names that are spelled most like a name, with at least this ratio of common letters, the nearest first."""
+    from difflib import get_close_matches  # here, as few need it and every process would wait for it
+
+    return get_close_matches(name, list(names), most, ratio)
+
+
 def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str], most: int = 2) -> str:
     """The question whether a known word was meant, such as ``did you mean dist_sync or dist_async?``.
 
@@ -29,9 +36,7 @@ def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str], most: int 
     longer = [one for one in candidates if one.startswith(lowered)]
     if not longer and len(lowered) >= PART_MIN:
         longer = [one for one in candidates if lowered in one]
-    from difflib import get_close_matches  # here, as few need it and every process would wait for it
-
-    near = get_close_matches(lowered, longer or candidates, most, 0.0 if longer else ALIKE)
+    near = nearest(lowered, longer or candidates, 0.0 if longer else ALIKE, most)
     near = near or [one for one in candidates if sorted(one) == sorted(lowered)][:most]  # two letters changed places
     names = dict.fromkeys(candidates[one] for one in near)
     return f"did you mean {' or '.join(names)}?" if names else ""

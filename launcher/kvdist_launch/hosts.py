@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvdist.config.endpoints import expand_ranges
 from kvdist.config.paths import expanded
+from kvdist.config.suggestions import nearest
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -129,13 +130,11 @@ def read_hosts(text: str) -> list[Host]:
 
 def _hostfile_like(text: str) -> str:
     """The hostfile of the current folder with the most similar name; '' if none is similar."""
-    from difflib import get_close_matches  # here, as few need it and every job would wait for it
-
     try:
         names = [one.name for one in os.scandir() if one.is_file() and one.stat().st_size <= FILE_BYTES_MAX]
     except OSError:
         return ""
-    for name in get_close_matches(text, names, 3, 0.7):
+    for name in nearest(text, names, 0.7, most=3):
         with contextlib.suppress(ConfigError):
             parse_hostfile(_read(Path(name)), name)
             return name

@@ -119,7 +119,7 @@ def run_on_hosts(
 
 
 class _HostJob:
-    """The steps, in order, and their findings."""
+    """The steps of a job on hosts, in order, and their findings."""
 
     def __init__(
         self,
@@ -131,17 +131,14 @@ class _HostJob:
         environ: Mapping[str, str],
     ) -> None:
         self._job = job
-        self._is_checked = not options.no_preflight
-        self._is_verbose = options.verbose
+        self._options = options
+        self._variables = variables
         self._ports = ports_of(variables)
-        self._interface = variables.get("KVDIST_INTERFACE") or None
-        self._sync = None
-        if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started again has its files
-            excluded = tuple(options.sync_exclude or ())
-            self._sync = SyncOptions(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete)
         self._pool = pool
         self._supervisor = supervisor
         self._environ = environ
+        is_copied = RESTARTS in job.env  # a job that is started again has its files
+        self._destination: str | None = None if is_copied else options.sync_dst_dir
         self._connections = pool.connections
         self._hosts = [one.host for one in pool.connections]
         root = root_host(job, self._hosts)
@@ -151,16 +148,15 @@ class _HostJob:
 
     def run(self) -> int:
         self._connect()
-        interface = self._interface
+        interface, has_servers = self._variables.get("KVDIST_INTERFACE") or None, self._job.num_servers > 0
         if interface is not None:
             self._pool.ask(lambda one: {"interface": interface} if one is self._root else {})
-        has_servers = self._job.num_servers > 0
         self._addresses = root_addresses(self._connections, self._root, interface, has_servers=has_servers)
         port = self._listen()
-        if self._is_checked:
+        if not self._options.no_preflight:
             self._check(port)
-        if self._sync is not None:
-            self._copy(self._sync)
+        if self._destination is not None:
+            self._copy(self._destination)
         facts = self._facts()
         launcher = HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
         job = replace(self._job, port=port)
@@ -188,7 +184,7 @@ class _HostJob:
     def _connect(self) -> None:
         """Reach all hosts. If a host cannot be reached, all mistakes of all hosts are reported at once."""
         self._pool.connect()
-        if self._is_checked and any(one.problem for one in self._connections):
+        if not self._options.no_preflight and any(one.problem for one in self._connections):
             self._check(None)
         require_all(self._connections)
 
@@ -211,15 +207,14 @@ class _HostJob:
         Args:
             port: the port at which the root listens; None if it does not listen yet.
         """
-        sync = self._sync
-        destination = None if sync is None else sync.destination
+        destination = self._destination
         addresses = self._addresses or [""] * len(self._connections)
         address_of = {id(one): address for one, address in zip(self._connections, addresses, strict=True)}
 
         def questions(connection: HostConnection) -> dict[str, object]:
             return {
                 "folder": destination,
-                "cwd": None if sync else self._job.cwd,  # rsync makes its folder
+                "cwd": None if destination else self._job.cwd,  # rsync makes its folder
                 "dial": None if port is None else [address_of[id(connection)], port],
                 "ports": self._ports,
             }
@@ -231,8 +226,10 @@ class _HostJob:
             self._supervisor.note(line)
         require_all(self._connections)
 
-    def _copy(self, sync: SyncOptions) -> None:
+    def _copy(self, destination: str) -> None:
         """Copy to every host; to this machine too, if it is among them and the folder is another."""
+        excluded, deletes = tuple(self._options.sync_exclude or ()), self._options.sync_delete
+        sync = SyncOptions(os.getcwd(), destination, excluded, deletes)
         runs: list[RsyncRun] = []
         watchdog = Watchdog()
         try:
@@ -274,7 +271,7 @@ class _HostJob:
         note = thread_note(processes, self._hosts, facts)
         if note is not None:
             yield note
-        if self._is_verbose:
+        if self._options.verbose:
             yield from worker_lines(processes, self._hosts)
         yield (
             "traffic between hosts is encrypted"

@@ -20,6 +20,7 @@ from kvdist.config.environment import limits_from_env
 from kvdist.config.losses import LossPolicy
 from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS, Limits, read_view, rows_of
+from kvdist.config.suggestions import nearest
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import (
@@ -99,12 +100,10 @@ def _require_script(script: str) -> None:
 
 def _near_file(path: str) -> str:
     """The file of the same folder whose name is most like this path's; '' if none is."""
-    from difflib import get_close_matches  # here, as few need it and every job would wait for it
-
     folder, name = os.path.split(path)
     near: list[str] = []
     with contextlib.suppress(OSError):
-        near = get_close_matches(name, os.listdir(folder or "."), 1, 0.7)
+        near = nearest(name, os.listdir(folder or "."), 0.7)
     return os.path.join(folder, near[0]) if near else ""
 
 
@@ -166,13 +165,11 @@ def _require_program(program: str, path: str | None) -> None:
 
 def _near_program(program: str, path: str | None) -> str:
     """The program of the PATH whose name is most like this name; '' if none is."""
-    from difflib import get_close_matches  # here, as few need it and every job would wait for it
-
     names: set[str] = set()
     for folder in os.get_exec_path(None if path is None else {"PATH": path}):
         with contextlib.suppress(OSError):
             names.update(os.listdir(folder))
-    return next(iter(get_close_matches(program, sorted(names), 1, 0.8)), "")
+    return next(iter(nearest(program, sorted(names), 0.8)), "")
 
 
 ROLE_COMMAND = (PYTHON, *module_words("kvdist"))
