@@ -28,8 +28,9 @@ from kvdist.config.processes import this_process
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
     HOROVOD_INTERFACE,
-    HOROVOD_LOG_LEVELS,
+    HOROVOD_LOG_LEVEL,
     PATHS,
+    PYTHON_LEVELS,
     REPLACED_BY_PATIENCE,
     SETTINGS,
     STALL_CHECK_DISABLE,
@@ -236,12 +237,8 @@ def horovod_log_level(environ: Variables | None = None) -> str | None:
     Raises:
         ConfigError: the level is unknown.
     """
-    text = _variables(environ).get("HOROVOD_LOG_LEVEL")
-    if not text:
-        return None
-    if text.lower() not in HOROVOD_LOG_LEVELS:
-        raise ConfigError(f"HOROVOD_LOG_LEVEL is {text!r}; it must be one of: {', '.join(HOROVOD_LOG_LEVELS)}")
-    return HOROVOD_LOG_LEVELS[text.lower()]
+    level = HOROVOD_LOG_LEVEL.read(_variables(environ))
+    return None if level is None else PYTHON_LEVELS.get(level, level.upper())
 
 
 # The place of this process in its job. Children inherit the variables that describe it, and cannot have it too.

@@ -639,10 +639,10 @@ CLUSTER_VARIABLES = ("KVDIST_ROLE", "KVDIST_ROOT_URI", "KVDIST_ROOT_PORT", "KVDI
 
 HOROVOD_INTERFACE = Setting("HOROVOD_GLOO_IFACE", TEXT, None, "the network interface of all hosts")
 
-HOROVOD_LOG_LEVELS = {
-    "trace": "DEBUG", "debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "fatal": "CRITICAL",
-}  # fmt: skip
-"""``HOROVOD_LOG_LEVEL`` → Python's level."""
+LEVEL = word("trace", "debug", "info", "warning", "error", "fatal")
+HOROVOD_LOG_LEVEL = Setting("HOROVOD_LOG_LEVEL", LEVEL, None, f"lowest level of log messages: {', '.join(LEVEL.words)}")
+PYTHON_LEVELS = {"trace": "DEBUG", "fatal": "CRITICAL"}
+"""Horovod's names of levels that have other names in Python."""
 
 REPLACED_BY_PATIENCE = ("KVDIST_SILENCE_S", "KVDIST_RECONNECT_GRACE_S", "KVDIST_HEARTBEAT_S")
 """Variables of earlier versions that ``KVDIST_PATIENCE_S`` replaces."""

@@ -577,7 +577,7 @@ def require_understood(options: argparse.Namespace, given: Sequence[str]) -> Non
         ConfigError: an option does not fit.
     """
     target = target_of(options)
-    ignored = [name for name in given if " " not in name and name not in UNDERSTOOD]
+    ignored = [name for name in given if name not in UNDERSTOOD]
     if ignored:
         raise ConfigError(
             f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} for processes that kvdist-launch itself"

@@ -117,12 +117,12 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """The options whose value differs from the default, as ``--name``, and for texts also as ``--name value``."""
+    """The options whose value differs from the default."""
     found = []
     for names, settings in OPTIONS:
         value = getattr(options, names[-1].lstrip("-").replace("-", "_"), None)
         if value != settings.get("default", False if settings.get("action") == "store_true" else None):
-            found += [names[-1]] + ([f"{names[-1]} {value}"] if isinstance(value, str) else [])
+            found.append(names[-1])
     return found
 
 
@@ -213,11 +213,20 @@ _worker = matching("w(?:orker-)?([0-9]{1,6})", ": write the name of a worker, as
 _ssh_option = matching("([A-Za-z]{1,64}=.+)", ": write NAME=VALUE as in ssh_config, such as ProxyJump=gate")
 
 
-def _devices(text: str) -> str:
-    try:
-        return ",".join(SETTINGS["KVDIST_SERVER_DEVICE"].parse(text, "--server-device"))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser whose errors are argparse's."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ConfigError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+_devices = checked(lambda text: ",".join(SETTINGS["KVDIST_SERVER_DEVICE"].parse(text, "--server-device")))
+_policy = checked(lambda text: str(policy_from(text) or text))  # sync is no policy
 
 
 def _filters(text: str) -> tuple[str, ...]:
@@ -236,19 +245,7 @@ def to_line(text: str) -> str:
     return text
 
 
-def to_path(text: str) -> str:
-    """A path, expanded."""
-    try:
-        return expanded(to_line(text))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _policy(text: str) -> str:
-    try:
-        return str(policy_from(text) or text)  # sync is no policy
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+to_path = checked(lambda text: expanded(to_line(text)))
 
 
 def _word(text: str) -> str:

@@ -19,13 +19,14 @@ from typing import Any
 from kvdist.config.command_line import USAGE_ERROR, Parser
 from kvdist.config.foreign import FOREIGN, FOREIGN_NAMES, without_effect
 from kvdist.config.processes import LEAVE_FOLDER
-from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
+from kvdist.config.settings import HOROVOD_LOG_LEVEL, SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.cli import launch, show
 from kvdist_launch.hosts import Host, parse_host_list, read_hostfile
 from kvdist_launch.options import (
     SHOW_VERSION,
     Option,
+    checked,
     flag,
     grouped_parser,
     matching,
@@ -189,12 +190,6 @@ def _with_config_file(own: list[str], parser: argparse.ArgumentParser) -> list[s
         parser.error(str(error))
 
 
-def _log_level(text: str) -> str:
-    if text.lower() not in HOROVOD_LOG_LEVELS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a level; write one of {', '.join(HOROVOD_LOG_LEVELS)}")
-    return text.lower()
-
-
 _at_least_one = matching("(0*[1-9][0-9]*)", " is not a whole number of at least 1", int)
 
 
@@ -235,8 +230,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--output-filename",), valued(to_path, "DIR", "also write the output of each process to DIR/rank.N/stdout and"
          " DIR/rank.N/stderr")),
         (("--verbose",), flag("say where each process runs")),
-        (("--log-level",), valued(_log_level, "LEVEL", "lowest level of log messages: "
-         + ", ".join(HOROVOD_LOG_LEVELS))),
+        (("--log-level",), valued(checked(HOROVOD_LOG_LEVEL.parse), "LEVEL", HOROVOD_LOG_LEVEL.help())),
         (("-prefix-timestamp", "--prefix-output-with-timestamp"), flag("begin each line with the time")),
     )),
     ("timeline and stalls", (

@@ -102,7 +102,7 @@ def test_what_an_option_cannot_mean_is_refused(capsys, words, message):
 
 def test_only_what_differs_from_the_default_counts_as_asked():
     assert asked(parse_options(["-n", "1", "--timestamps", "--launcher", "ssh", "--on-worker-exit", "abort"])) == [
-        "--num-workers", "--launcher", "--launcher ssh", "--timestamps",
+        "--num-workers", "--launcher", "--timestamps",
     ]  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def test_a_configuration_file_of_horovod_says_what_options_say_and_the_command_l
         ("elastic: {min_np: 2}", "has no use for 'elastic'; sections are controller, params"),
         ("params: {fusion: 2}", "unknown option --fusion"),
         ("timeline: 3", "has no use for 'timeline'"),
-        ("logging: {level: loud}", "'loud' is not a level; write one of trace, debug"),
+        ("logging: {level: loud}", "--log-level: HOROVOD_LOG_LEVEL is 'loud'; it must be one of: trace, debug"),
     ],
 )
 def test_a_configuration_file_that_cannot_be_used_is_a_usage_error(capsys, tmp_path, text, message):
