@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvdist.config.environment import TAKEN
-from kvdist.config.settings import CLUSTER_VARIABLES, TWINS
+from kvdist.config.settings import TABLE, TWINS
 from kvdist.errors import ConfigError
 
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
@@ -27,22 +27,11 @@ RESTARTS = "KVDIST_RESTARTS"
 """Variable with the number of restarts of a process or of its job."""
 
 OWNED_VARIABLES = frozenset(
-    [
-        *CLUSTER_VARIABLES,
-        *(TWINS[name] for name in CLUSTER_VARIABLES),
-        "KVDIST_RANK",
-        "KVDIST_LOCAL_RANK",
-        "KVDIST_LOCAL_SIZE",
-        "KVDIST_CROSS_RANK",
-        "KVDIST_CROSS_SIZE",
-        "KVDIST_JOB",
-        "KVDIST_SUPERVISED",
-        "KVDIST_LISTEN_FD",
-        TAKEN,
-        *SECURITY_VARIABLES,
-        RESTARTS,
-    ]
-)
+    name
+    for section in ("Who a process is", "Set by the launcher")
+    for row in TABLE[section]
+    for name in (row.variable, *row.aliases)
+) | {TAKEN, *SECURITY_VARIABLES}
 """The identity of a process: set by the launcher alone, and never inherited from its environment."""
 
 OTHER_NAME = {**TWINS, **{theirs: ours for ours, theirs in TWINS.items()}}

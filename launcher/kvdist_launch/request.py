@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvdist.config.environment import limits_from_env
 from kvdist.config.losses import LossPolicy
@@ -320,12 +321,17 @@ def grace_of(options: argparse.Namespace, environ: Mapping[str, str]) -> GracePe
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s, patience_s=patience_s)
 
 
+def _loss_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options about losses that the user has given, by the fields of `LossPolicy`."""
+    values = {name: getattr(options, name, None) for name in rows_of(LossPolicy)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _losses(
     options: argparse.Namespace, env: Mapping[str, str], environ: Mapping[str, str], num_workers: int, num_servers: int
 ) -> LossPolicy:
     """What follows when a process is lost, by the options and by the variables of the job."""
-    written = {name: getattr(options, name, None) for name in rows_of(LossPolicy)}
-    written = {name: value for name, value in written.items() if value is not None}
+    written = _loss_options(options)
     losses: LossPolicy = read_view(
         LossPolicy,
         {**environ, **env},
@@ -389,18 +395,14 @@ def _num_workers(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for every process: of files, then ``-x``, then ``--env``; later values win."""
     start_timeout_s = None if options.start_timeout is None else f"{options.start_timeout:g}"
-    wanted = {
+    rows = rows_of(LossPolicy)
+    wanted = {rows[name].variable: str(value) for name, value in _loss_options(options).items()} | {
         "KVDIST_INTERFACE": options.interface,
         "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
         "KVDIST_SERVER_DEVICE": options.server_device,
-        "KVDIST_ON_LOSS": options.on_loss,
         "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
         "KVDIST_SNAPSHOTS": options.snapshots and os.path.abspath(options.snapshots),
-        "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
-        "KVDIST_MIN_WORKERS": None if options.min_workers is None else str(options.min_workers),
         "KVDIST_RETURN_S": RETURN_S if options.restart else None,
-        "KVDIST_POLICY": options.policy,
-        "KVDIST_REPLICAS": None if options.replicas is None else str(options.replicas),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other
