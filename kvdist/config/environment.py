@@ -188,7 +188,7 @@ def source_of(variable: str, environ: Variables | None = None) -> str:
     Raises:
         ConfigError: a variable of another form, such as Horovod's, sets it to a value that is not valid.
     """
-    return SETTINGS[variable].source(_variables(environ))
+    return SETTINGS[variable].text(_variables(environ))[1]
 
 
 def has_servers_from_env(environ: Variables | None = None) -> bool:

@@ -179,17 +179,18 @@ class Setting:
             raise ConfigError(f"{name or self.name} is {shown}; {must} {self.kind.expected}") from None
 
     def text(self, env: Variables) -> tuple[str, str]:
-        """The text that is set for it, and the variable that it stands in; both '' where none is set."""
-        name = next((name for name in (self.variable, self.twin) if env.get(name)), "")
-        return env.get(name, ""), name
-
-    def source(self, env: Variables) -> str:
-        """The variable that sets it, under our name, the twin's or in another form; '' where none does.
+        """The text that is set for it, and the variable that sets it, under our name, the twin's or in another form;
+        both '' where none is set.
 
         Raises:
             ConfigError: a variable of another form has a value that is not valid.
         """
-        return self.text(env)[1] or (self.derived[0] if self.derived and self._derived_text(env) else "")
+        name = next((name for name in (self.variable, self.twin) if env.get(name)), "")
+        if not name and self.derived and env.get(self.derived[0]):
+            name, convert = self.derived
+            text = convert(env[name])
+            return text, name if text else ""
+        return env.get(name, ""), name
 
     def read(self, env: Variables) -> Any:
         """The value that variables set, else the default.
@@ -198,14 +199,7 @@ class Setting:
             ConfigError: the value is not valid.
         """
         text, name = self.text(env)
-        text = text or self._derived_text(env)
         return self.parse(text, name) if text else self.default
-
-    def _derived_text(self, env: Variables) -> str:
-        """The text that a variable of another form sets; '' where none does."""
-        if not self.derived or not env.get(self.derived[0]):
-            return ""
-        return self.derived[1](env[self.derived[0]])
 
     @property
     def aliases(self) -> tuple[str, ...]:
