@@ -389,15 +389,6 @@ class World:
     meeting: Meeting = Meeting()
     is_assumed: bool = False
 
-    def __post_init__(self) -> None:
-        for what, rank, size in (
-            ("rank", self.rank, self.size),
-            ("local rank", self.local_rank, self.local_size),
-            ("cross rank", self.cross_rank, self.cross_size),
-        ):
-            if not 0 <= rank < size:
-                raise ConfigError(f"{self.launcher} says {what} {rank} of {size}; ranks count from 0 to the size - 1")
-
 
 Pair = tuple[int, int]
 """A rank and a size."""
@@ -485,9 +476,7 @@ def positions(hosts: Sequence[Hashable]) -> list[tuple[Pair, Pair]]:
 
 
 def _world_by(launcher: Launcher, env: Variables, parent: int) -> World:
-    rank, size = _integer(env, launcher.rank), _integer(env, launcher.size)
-    if size < 1:
-        raise ConfigError(f"{_name(launcher.size)} is {size}; it must be at least 1")
+    rank, size = _pair(env, launcher.rank, launcher.size) or (0, 1)
     if size == 1:
         return World(rank, 1, launcher=launcher.name)
     local, cross = launcher.places(env)
@@ -538,7 +527,9 @@ def _pair(env: Variables, rank: str, size: str) -> Pair | None:
         raise ConfigError(f"{given[0]} is set and {missing} is not: set both, or none")
     pair = _integer(env, rank), _integer(env, size)
     if not 0 <= pair[0] < pair[1]:
-        raise ConfigError(f"{rank} is {pair[0]} and {size} is {pair[1]}; ranks count from 0 to the size - 1")
+        raise ConfigError(
+            f"{_name(rank)} is {pair[0]} and {_name(size)} is {pair[1]}; ranks count from 0 to the size - 1"
+        )
     return pair
 
 

@@ -149,7 +149,10 @@ REFUSED = {
     "no port of the root": (without(KVDIST, "DMLC_PS_ROOT_PORT"), "DMLC_PS_ROOT_PORT missing"),
     "an impossible port": ({**KVDIST, "DMLC_PS_ROOT_PORT": "0"}, "DMLC_PS_ROOT_PORT is 0; a port is a number from 1"),
     "a job with servers": ({**KVDIST, "DMLC_NUM_SERVER": "2"}, r"this job has servers \(DMLC_NUM_SERVER=2\)"),
-    "a rank past the end": ({**KVDIST, "KVDIST_RANK": "5"}, "kvdist-launch says rank 5 of 5"),
+    "a rank past the end": (
+        {**KVDIST, "KVDIST_RANK": "5"},
+        "KVDIST_RANK is 5 and DMLC_NUM_WORKER is 5; ranks count from 0",
+    ),
     "half a local pair": (without(KVDIST, "KVDIST_LOCAL_SIZE"), "KVDIST_LOCAL_RANK is set and KVDIST_LOCAL_SIZE is"),
     "half a cross pair": (without(KVDIST, "KVDIST_CROSS_RANK"), "KVDIST_CROSS_SIZE is set and KVDIST_CROSS_RANK is"),
     "no number": ({**KVDIST, "KVDIST_RANK": "first"}, "KVDIST_RANK is 'first'; it must be a whole number"),
@@ -160,7 +163,7 @@ REFUSED = {
     "no master": (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not: set all four"),
     "half a master": (without(TORCHRUN, "MASTER_PORT"), "MASTER_ADDR is set and MASTER_PORT is not"),
     "the other half of a master": ({**OPEN_MPI, "MASTER_PORT": "1"}, "MASTER_PORT is set and MASTER_ADDR is not"),
-    "no processes": ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is 0; it must be at least 1"),
+    "no processes": ({**TORCHRUN, "WORLD_SIZE": "0"}, "RANK is 3 and WORLD_SIZE is 0; ranks count from 0"),
     "no processes here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE is 0"),
     "half of Open MPI's": (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK not: Open MPI's mpirun"),
     "Open MPI on two machines": (
