@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -116,6 +116,8 @@ class Optimizer(ABC):
     def __post_init__(self) -> None:
         self.lr_mult: dict[Any, float] = {}
         self.wd_mult: dict[Any, float] = {}
+        self._set_groups: Callable[[], Callable[[str, float], None] | None] | None = None
+        """Weak reference to what sets rate and decay in the parameter groups of a `Trainer`; None without a trainer."""
         self._as_made: dict[str, Any] | None = None
         """Attributes that the `Trainer` of this optimizer may change, as they were before; None without a trainer."""
         if self.lr_scheduler is not None:
@@ -234,7 +236,11 @@ class Optimizer(ABC):
         elif attribute in _MULTIPLIERS:
             object.__setattr__(self, attribute, _checked_multipliers(attribute, value))
         else:
-            object.__setattr__(self, attribute, self._checked(attribute, value))
+            checked = self._checked(attribute, value)
+            set_groups = vars(self).get("_set_groups") if attribute in ("learning_rate", "wd") else None
+            if set_groups is not None and (alive := set_groups()) is not None:
+                alive(attribute, checked)
+            object.__setattr__(self, attribute, checked)
 
     def _checked(self, attribute: str, value: object) -> Value | LRScheduler:
         if attribute in REMOVED:
@@ -268,7 +274,7 @@ class Optimizer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles have: nothing that a `Trainer` has written, but rate and decay, which users set."""
-        state = vars(self) | (self._as_made or {}) | {"_as_made": None}
+        state = vars(self) | (self._as_made or {}) | {"_as_made": None, "_set_groups": None}
         return state | {name: dict(state[name]) for name in _MULTIPLIERS}
 
     def take(self, as_made: Mapping[str, Any]) -> None:
@@ -291,7 +297,7 @@ class Optimizer(ABC):
     def twin(self) -> Optimizer:
         """Return a second optimizer with the present attributes, including those that a `Trainer` has changed."""
         made = object.__new__(type(self))
-        vars(made).update(vars(self))
+        vars(made).update(vars(self) | {"_set_groups": None})
         return made
 
     def set_lr_mult(self, multipliers: Mapping[Any, float]) -> None:

@@ -23,6 +23,7 @@ from kvdist.kvstore.base import KVStore
 from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer, numbers_of
 from kvdist.schema import Value
+from kvdist.training.param_groups import ParamGroups
 
 STATE = NamedKey(0, "who makes the next step within trainer.join()")
 NUMBERS = NamedKey(1, "the optimizer's numbers within trainer.join()")
@@ -44,21 +45,21 @@ class Join:
 
     Args:
         store: a store of the trainer's workers, used by this object only.
-        live: the optimizer, if the workers update; None if the store does.
+        groups: the parameter groups, if the workers update; None if the store does.
         keys: number of parameters.
 
     Raises:
         InitMismatch: the workers update with different numbers.
     """
 
-    def __init__(self, store: KVStore, live: Optimizer | None, keys: int) -> None:
+    def __init__(self, store: KVStore, groups: ParamGroups | None, keys: int) -> None:
         self._store = store
-        self._live = live
+        self._groups = groups
         self._keys = keys
         self._has_ended = False
-        if live is not None:
-            said = ", ".join(f"{name} {value!r}" for name, value in _rule_of(live).items() if value)
-            digest = zlib.crc32(self._numbers(live).tobytes())
+        if groups is not None:
+            said = ", ".join(f"{name} {value!r}" for name, value in _rule_of(groups.optimizer).items() if value)
+            digest = zlib.crc32(self._numbers(groups.optimizer).tobytes())
             store.agree(f"begins trainer.join() with {said}, and numbers of the digest {digest:08x} in all")
         store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(RULE_BYTES + 2 * keys)])
 
@@ -86,8 +87,8 @@ class Join:
                 " it too, and this step did not happen"
             )
         stepping = np.flatnonzero(parts == NextStep.STEPS)
-        if len(stepping) and len(stepping) < len(parts) and self._live is not None:
-            self._share_numbers(self._live, root=int(stepping[0]), takes=part is NextStep.DONE)
+        if len(stepping) and len(stepping) < len(parts) and self._groups is not None:
+            self._share_numbers(self._groups, root=int(stepping[0]), takes=part is NextStep.DONE)
         return bool(len(stepping))
 
     def leave(self) -> None:
@@ -102,14 +103,14 @@ class Join:
         tables = [[table.get(key, 1.0) for key in range(self._keys)] for table in (live.lr_mult, live.wd_mult)]
         return np.array([*rule, *tables[0], *tables[1]], np.float64)
 
-    def _share_numbers(self, live: Optimizer, root: int, takes: bool) -> None:
-        numbers = self._numbers(live)
+    def _share_numbers(self, groups: ParamGroups, root: int, takes: bool) -> None:
+        numbers = self._numbers(groups.optimizer)
         self._store.pushpull(NUMBERS, numbers.copy() if self._store.rank == root else None, out=numbers)
         if takes:
             rule, *tables = np.split(numbers, [RULE_BYTES, RULE_BYTES + self._keys])
-            for name, value in json.loads(rule.astype(np.uint8).tobytes()).items():
-                live.change_here(name, value)
-            live.lr_mult, live.wd_mult = (_factors(table.tolist()) for table in tables)
+            factors = [_factors(table.tolist()) for table in tables]
+            named = dict(zip(("lr_mult", "wd_mult"), factors, strict=True))
+            groups.replace(json.loads(rule.astype(np.uint8).tobytes()), named)
 
 
 def _rule_of(live: Optimizer) -> dict[str, Value]:

@@ -17,8 +17,8 @@ from kvdist.kvstore.base import KVStore
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
-from kvdist.training.parameters import Grads, Parameter, identities, multipliers, reordered, scale
-from kvdist.training.torch_optimizer import TorchOptimizer
+from kvdist.training.param_groups import ParamGroups
+from kvdist.training.parameters import Grads, Parameter, identities, reordered, scale
 from kvdist.training.trainer_config import model_statement
 from kvdist.training.weights import LocalUpdate, SharedWeights
 
@@ -33,10 +33,19 @@ class Model:
         optimizer: the rule, whose hyper-parameters the user may change at any time.
         clip_norm: largest norm of the gradient of a step; None for no clipping.
         rejects_nonfinite: whether gradients are checked for NaN and infinity before a step uses them.
+        given: an optimizer of torch by the user, whose parameter groups count; or None.
+
+    Raises:
+        ValueError: as of `ParamGroups`.
     """
 
     def __init__(
-        self, parameters: list[Parameter], optimizer: Optimizer, clip_norm: float | None, rejects_nonfinite: bool
+        self,
+        parameters: list[Parameter],
+        optimizer: Optimizer,
+        clip_norm: float | None,
+        rejects_nonfinite: bool,
+        given: torch.optim.Optimizer | None = None,
     ) -> None:
         self.parameters = parameters
         self.optimizer = optimizer
@@ -52,8 +61,8 @@ class Model:
         """Updates in the weights of this process, those before a loaded checkpoint included."""
         self.samples = 0
         """Examples in the weights of this process, where no server counts them."""
-        self.groups: TorchOptimizer | None = None
-        """Torch's form of the optimizer, if the user has asked for it."""
+        self.groups = ParamGroups(parameters, optimizer, given)
+        """The hyper-parameters of the next step."""
         self.updates_here = True
         """Whether the optimizer runs in this process; the trainer's first step decides."""
         self.shared: SharedWeights | None = None
@@ -65,8 +74,6 @@ class Model:
         self._rejects_nonfinite = rejects_nonfinite
         self._has_warned = False
         self._assign_keys()
-        optimizer.set_lr_mult({**optimizer.lr_mult, **multipliers(parameters, "lr_mult")})
-        optimizer.set_wd_mult({**optimizer.wd_mult, **multipliers(parameters, "wd_mult")})
 
     def _assign_keys(self) -> None:
         """Let the position of each parameter be its key."""
@@ -95,28 +102,14 @@ class Model:
         key_of = {place: key for key, place in enumerate(order)}
         states = {id(one): state for (_, one), state in zip(self.trained, self.loaded_states, strict=True)}
         self.parameters[:] = [self.parameters[place] for place in order]
-        for table in (self.optimizer.lr_mult, self.optimizer.wd_mult):
-            factors = {key_of.get(key, key): factor for key, factor in table.items()}
-            table.clear()
-            table.update(factors)
         self._assign_keys()
         self.loaded_states = [states[id(one)] for _, one in self.trained]
-        if self.groups is not None:
-            self.groups.rekey(key_of)
-            self.read_groups()
+        self.groups.rekey(key_of)
         return "by their names, "
 
-    # Hyper-parameters.
-
     def read_groups(self) -> None:
-        """Exchange learning rate and weight decay with the groups of torch's form of the optimizer."""
-        if self.groups is not None:
-            self.groups.tell(self.updates_here)
-
-    def show_numbers(self) -> None:
-        """Write hyper-parameters that came from another worker into the groups of torch's form of the optimizer."""
-        if self.groups is not None and self.updates_here:
-            self.groups.follow()
+        """Give the optimizer the numbers of the parameter groups, for the next step."""
+        self.groups.read(self.updates_here)
 
     # Gradients of a step.
 

@@ -181,11 +181,6 @@ def reordered(own: NDArray[np.uint8], others: NDArray[np.uint8]) -> list[int]:
     return [places[one.tobytes()] for one in others]
 
 
-def multipliers(parameters: Sequence[Parameter], entry: str) -> dict[int, float]:
-    """Key → the ``lr_mult`` or ``wd_mult`` of its group."""
-    return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Abbreviate ascending numbers, as in ``0-3, 7``."""
     starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]

@@ -155,7 +155,8 @@ class Trainer:
             kvstore, num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
         )
         clip_norm = checked_clip_norm(clip_norm, kvstore, update_on_kvstore, overlap, share_weights)
-        self._model = Model(parameters, rule, clip_norm, reject_nonfinite)
+        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._model = Model(parameters, rule, clip_norm, reject_nonfinite, given)
         self._feed = Feed()
         self._steps: Steps | None = None
         """How steps are made; None before the first one."""
@@ -174,10 +175,8 @@ class Trainer:
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._training_state: TrainingState | None = None
-        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        if given is not None or (isinstance(rule, TorchRule) and any(one.group for one in parameters)):
-            self._model.groups = self._shown_as_torch(given)
-            self._model.read_groups()
+        self._shown = None if given is None else self._shown_as_torch(given)
+        """The trainer in the form of an optimizer of torch; None until the user asks for it."""
         rule.take(as_made)
 
     if not TYPE_CHECKING:  # for type checkers all other attributes would exist too
@@ -318,14 +317,13 @@ class Trainer:
             return
         model = self._model
         model.read_groups()
-        live = None if steps.on_server else model.optimizer
+        groups = None if steps.on_server else model.groups
         with create_store("dist") as own:
-            join = steps.join = Join(own, live, len(model.parameters))
+            join = steps.join = Join(own, groups, len(model.parameters))
             try:
                 yield
                 model.require_unchanged()
                 while join.meet(NextStep.DONE):
-                    model.show_numbers()
                     self._skip_step()
             except Exception:
                 join.leave()
@@ -344,14 +342,14 @@ class Trainer:
         Raises:
             ValueError: the optimizer has an `lr_scheduler`.
         """
-        if self._model.groups is None:
-            self._model.groups = self._shown_as_torch(None)
-        return self._model.groups
+        if self._shown is None:
+            self._shown = self._shown_as_torch(None)
+        return self._shown
 
     def _shown_as_torch(self, given: torch.optim.Optimizer | None) -> TorchOptimizer:
         return TorchOptimizer(
             self._model.parameters,
-            self._model.optimizer,
+            self._model.groups,
             self._step_of_torch,
             self._optimizer_states,
             self._load_optimizer_states,
@@ -561,13 +559,14 @@ class Trainer:
     @property
     def optimizer(self) -> Optimizer:
         """Optimizer of this trainer. Its learning rate, wd and multipliers may change at any time."""
+        if not self._closed:
+            self._model.groups.read_numbers()
         return self._model.optimizer
 
     @property
     def learning_rate(self) -> float:
         """Current learning rate, before multipliers of parameter groups; with a schedule, the rate of the last step."""
-        self._model.read_groups()
-        optimizer = self._model.optimizer
+        optimizer = self.optimizer
         schedule = optimizer.lr_scheduler
         return optimizer.learning_rate if schedule is None else schedule(self._model.updates)
 
@@ -576,9 +575,7 @@ class Trainer:
 
         With ``overlap=True`` and a store that updates, a step begins when its first gradient is sent.
         """
-        self._model.read_groups()
         self._model.optimizer.learning_rate = lr
-        self._model.read_groups()
 
     @property
     def grad_norm(self) -> float | None:

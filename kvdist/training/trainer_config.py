@@ -186,13 +186,14 @@ def _made(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimiz
 
 
 def _rule_of(given: torch.optim.Optimizer) -> Optimizer:
-    """The rule with the numbers of the first group; `TorchOptimizer.tell` gives it those of the others."""
+    """The rule with the numbers of the first group; `ParamGroups` gives it those of the others."""
     cls = RULES.get(type(given))
     if cls is None:
         kind = type(given).__name__
         why = _WHY_NOT.get(kind, f"known are {', '.join(one.__name__ for one in RULES)}, not classes derived from them")
         raise TypeError(f"torch's optimizer {kind} cannot travel to the servers ({why}); {_KEEP_IT}")
     for group in given.param_groups:
+        cls.arguments(known_words(cls, group))
         for word, number in group.items():
             if word != "params" and isinstance(number, torch.Tensor):
                 raise TypeError(

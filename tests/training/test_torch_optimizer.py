@@ -10,7 +10,6 @@ from torch import nn
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.lr_scheduler import FactorScheduler
-from kvdist.training.torch_optimizer import base_and_factors
 from kvdist.training.trainer import Trainer
 from tests.cases import each
 
@@ -137,15 +136,17 @@ def test_one_cycle_needs_a_momentum_to_cycle():
     _, (net, optimizer), _ = pair(kvstore=None)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9)
     net(torch.randn(6, 5)).square().mean().backward()
-    with pytest.raises(ValueError, match="made without momentum: give its optimizer one"):
+    with pytest.raises(ValueError, match="made without a state: give it a number above 0 from the start"):
         optimizer.step()
 
 
 def test_groups_of_a_trainer_have_one_momentum():
-    _, (net, optimizer), _ = pair("adam", torch.optim.Adam, kvstore=None)
-    optimizer.param_groups.append({**optimizer.param_groups[0], "betas": (0.5, 0.9)})
+    net = network()
+    groups = [{"params": list(layer.parameters())} for layer in (net[0], net[2])]
+    optimizer = Trainer(groups, "adam", kvstore=None).as_torch_optimizer()
+    optimizer.param_groups[1]["betas"] = (0.5, 0.9)
     net(torch.randn(6, 5)).square().mean().backward()
-    with pytest.raises(ValueError, match="a trainer needs the same in all"):
+    with pytest.raises(ValueError, match="betas is different in .*0.5.*a trainer needs the same in all"):
         optimizer.step()
 
 
@@ -188,7 +189,12 @@ def test_a_learning_rate_in_a_group_is_seen_by_the_store_at_the_next_push():
     ],
 )
 def test_numbers_of_groups_become_one_number_and_factors(numbers, declared, expected):
-    assert base_and_factors(numbers, declared) == expected
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr_mult": factor} for factor in declared]
+    trainer = Trainer(groups, "sgd", {"learning_rate": 1.0}, kvstore=None)
+    for group, number in zip(trainer.as_torch_optimizer().param_groups, numbers, strict=True):
+        group["lr"] = number
+    optimizer = trainer.optimizer
+    assert (optimizer.learning_rate, [optimizer.lr_mult.get(key, 1.0) for key in range(len(numbers))]) == expected
 
 
 def test_factors_of_single_keys_last_when_a_group_changes():
@@ -197,7 +203,6 @@ def test_factors_of_single_keys_last_when_a_group_changes():
     trainer.optimizer.set_lr_mult({0: 0.1})
     optimizer = trainer.as_torch_optimizer()
     optimizer.param_groups[0]["lr"] *= 0.5
-    optimizer.tell(updates_here=True)
     assert [round(trainer.optimizer.pushed_lr(key), 9) for key in (0, 1)] == [0.05, 0.5]
 
 

@@ -1,0 +1,271 @@
+"""`ParamGroups`: the hyper-parameters of a trainer, in the form of torch's parameter groups. Invariants:
+
+* The groups have the numbers. The optimizer, which updates the weights or whose numbers travel with a step, gets those
+  of the groups when a step begins (`read`). Setting `learning_rate` or `wd` of the optimizer, which is Gluon's
+  spelling, sets the groups. So do the numbers of another worker within `Trainer.join`.
+* A group's ``lr`` is the trainer's learning rate multiplied by the ``lr_mult`` of the group, and its ``weight_decay``
+  accordingly. The optimizer's tables `lr_mult` and `wd_mult` begin with these factors and belong to the user: another
+  factor of a key acts besides the group's number, which it does not change.
+* Rate and decay may change at any time. So may ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, if the
+  weights are updated in this process: servers would never learn of it. All groups have the same.
+* With a rule of torch each group has all numbers of the rule; all but rate and decay change as ``momentum`` does.
+* With a schedule in the optimizer (`lr_scheduler`) ``lr`` has no effect: whoever updates the weights counts.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from kvdist.optimizer.base import Optimizer, numbers_of
+from kvdist.optimizer.torch_rules import TorchRule, grouped
+from kvdist.training.parameters import GROUP_ENTRIES, Parameter
+
+NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
+"""Numbers of a group that may change at any time: torch's name → our name and the table of its factors."""
+
+
+class ParamGroups:
+    """The parameter groups of a trainer, and the optimizer that gets their numbers.
+
+    Args:
+        parameters: all parameters of the trainer; the key of each is its position.
+        optimizer: the rule.
+        given: an optimizer of torch by the user, whose groups these are; None for the groups of the parameters.
+
+    Raises:
+        ValueError: `given` has other parameters than the trainer, or hooks of its step; or the groups differ in too
+            many numbers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], optimizer: Optimizer, given: torch.optim.Optimizer | None = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.shown: list[torch.optim.Optimizer] = [] if given is None else [given]
+        """Optimizers of torch's class that have these groups."""
+        self._given = given
+        for _, table in NUMBERS.values():
+            factors = {key: one.group[table] for key, one in enumerate(parameters) if table in one.group}
+            setattr(optimizer, table, {**getattr(optimizer, table), **factors})
+        self._keys = _keys_by_group(parameters) if given is None else _keys_of_given(parameters, given)
+        declared = [parameters[keys[0]].group if keys else {} for keys in self._keys]
+        self._factors = {
+            number: [group.get(table, 1.0) for group in declared] for number, (_, table) in NUMBERS.items()
+        }
+        """The factors that the rate and the decay of each group contain."""
+        made = [self._group_of(keys, parameters) for keys in self._keys] if given is None else []
+        self.param_groups = made if given is None else given.param_groups
+        for number, (name, _) in NUMBERS.items() if given is None else ():
+            for group, factor in zip(made, self._factors[number], strict=True):
+                group.setdefault(number, getattr(optimizer, name) * factor)
+        self._read_rule(updates_here=True, anew=True)
+        self.read_numbers()
+        optimizer._set_groups = weakref.WeakMethod(self.set)
+
+    def _group_of(self, keys: Sequence[int], parameters: Sequence[Parameter]) -> dict[str, Any]:
+        """Make a group of these parameters, with the numbers that the user gave it and those of the optimizer."""
+        members = [replica for key in keys for replica in parameters[key].replicas]
+        given = {word: number for word, number in parameters[keys[0]].group.items() if word not in GROUP_ENTRIES}
+        return {**words_of(self.optimizer), **given, "params": members}
+
+    def read(self, updates_here: bool) -> None:
+        """Give the optimizer the numbers of the groups, for the next step.
+
+        Args:
+            updates_here: whether the weights are updated in this process.
+
+        Raises:
+            ValueError: a number is out of range; a number has changed that cannot change, or not in one group alone; a
+                group was added; or the user's optimizer has got a hook of its step.
+        """
+        if self._given is not None:
+            _refuse_hooks(self._given)
+        for optimizer in self.shown:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
+        self._read_rule(updates_here)
+        self.read_numbers()
+
+    def read_numbers(self) -> None:
+        """Give the optimizer the rate and decay of the groups: a number for all, and factors of keys."""
+        live = self.optimizer
+        for number, (name, table) in NUMBERS.items():
+            if number == "lr" and live.lr_scheduler is not None:
+                continue
+            factors = self._factors[number]
+            values = [float(group[number]) for group in self.param_groups]
+            bases = [value / factor for value, factor in zip(values, factors, strict=True) if factor > 0]
+            base = max(bases, default=0.0) or max(values)
+            if not _is_same(base, getattr(live, name)):
+                live.change_here(name, base)
+            base, of_keys = getattr(live, name), getattr(live, table)
+            for place, (keys, value) in enumerate(zip(self._keys, values, strict=True)):
+                before, factor = factors[place], value / base if base else 0.0
+                if _is_same(base * before, value):
+                    continue
+                factors[place] = factor
+                # A key keeps the factor that the table gives it besides.
+                of_keys.update({key: of_keys.get(key, 1.0) / before * factor if before else factor for key in keys})
+                setattr(live, table, {key: factor for key, factor in of_keys.items() if factor != 1.0})
+
+    def set(self, name: str, number: float) -> None:
+        """Set the rate or the decay of all groups, before the optimizer gets it.
+
+        Args:
+            name: ``learning_rate`` or ``wd``.
+            number: its new value, before the factors of the groups.
+        """
+        self.read_numbers()
+        (word,) = (word for word, (field, _) in NUMBERS.items() if field == name)
+        for group, factor in zip(self.param_groups, self._factors[word], strict=True):
+            group[word] = number * factor
+
+    def replace(self, numbers: Mapping[str, Any], tables: Mapping[str, Mapping[int, float]]) -> None:
+        """Make the numbers of another worker those of the groups, and of the optimizer.
+
+        Args:
+            numbers: fields of the optimizer.
+            tables: its tables of factors, by their names.
+        """
+        live = self.optimizer
+        for name, number in numbers.items():
+            live.change_here(name, number)
+        for word, (name, table) in NUMBERS.items():
+            before, after, factors = getattr(live, table), tables[table], self._factors[word]
+            for place, (keys, group) in enumerate(zip(self._keys, self.param_groups, strict=True)):
+                if keys:
+                    old, new = before.get(keys[0], 1.0), after.get(keys[0], 1.0)
+                    factors[place] = factors[place] / old * new if old else new
+                    group.update(words_of(live.for_key(keys[0])))
+                group[word] = getattr(live, name) * factors[place]
+            setattr(live, table, after)
+
+    def rekey(self, key_of: Mapping[int, int]) -> None:
+        """Adopt new keys of the trainer's parameters.
+
+        Args:
+            key_of: old key → new key.
+        """
+        self._keys = [[key_of[key] for key in keys] for keys in self._keys]
+        for _, table in NUMBERS.values():
+            factors = getattr(self.optimizer, table)
+            setattr(self.optimizer, table, {key_of.get(key, key): factor for key, factor in factors.items()})
+        self._read_rule(updates_here=True, anew=True)
+
+    def _read_rule(self, updates_here: bool, anew: bool = False) -> None:
+        """Give the optimizer the other numbers of the groups.
+
+        Args:
+            updates_here: whether the weights are updated in this process.
+            anew: whether the optimizer may have the numbers of other keys; it has no states then.
+        """
+        live = self.optimizer
+        if len(self.param_groups) != len(self._keys):
+            raise ValueError("a parameter group was added after the Trainer was made; make another Trainer with all")
+        present = [words_of(live.for_key(keys[0]) if keys else live) for keys in self._keys]
+        wanted = [_words_in(group, words) for group, words in zip(self.param_groups, present, strict=True)]
+        if wanted == present and not anew:
+            return
+        fields: dict[str, Any] = TorchRule.arguments(wanted[0])
+        if isinstance(live, TorchRule):
+            fields = grouped(type(live), list(zip(self._keys, wanted, strict=True)))
+        elif any(words != wanted[0] for words in wanted):
+            raise ValueError(f"{', '.join(wanted[0])} is different in {wanted}; a trainer needs the same in all groups")
+        changed = {name: number for name, number in fields.items() if vars(live)[name] != number}
+        if changed and not anew:
+            said = ", ".join(
+                f"{word} has changed from {before[word]} to {number}"
+                for before, words in zip(present, wanted, strict=True)
+                for word, number in words.items()
+                if before[word] != number
+            )
+            if not updates_here:
+                raise ValueError(
+                    f"{said}, but the weights are updated on the store, which keeps the values from the trainer's"
+                    " creation: create the scheduler with cycle_momentum=False, or the trainer with"
+                    " update_on_kvstore=False"
+                )
+            numbers = {name: vars(live)[name] for name in numbers_of(type(live))}
+            if type(live)(**{**numbers, **changed}).state_names != live.state_names:
+                raise ValueError(
+                    f"{said}, for which the optimizer was made without a state: give it a number above 0 from the"
+                    " start, as in {'momentum': 0.9}, or make the scheduler with cycle_momentum=False"
+                )
+        for name, number in changed.items():
+            live.change_here(name, number)
+
+
+def words_of(rule: Optimizer) -> dict[str, Any]:
+    """The entries of a group, but for rate and decay, by torch's names: all numbers of a rule of torch, or momentum."""
+    if isinstance(rule, TorchRule):
+        return {word: number for word, number in rule.words().items() if word not in NUMBERS}
+    live = vars(rule)
+    if "momentum" in live:
+        return {"momentum": live["momentum"]}
+    return {"betas": (live["beta1"], live["beta2"])} if "beta1" in live and "beta2" in live else {}
+
+
+def _words_in(group: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a group by their names in `present`; a state from elsewhere may lack one, or have a list."""
+    found = {word: group.get(word, number) for word, number in present.items()}
+    return {word: tuple(number) if isinstance(number, list) else number for word, number in found.items()}
+
+
+def _is_same(number: float, other: float) -> bool:
+    return math.isclose(number, other, rel_tol=1e-12)  # quotients and products of factors are rounded
+
+
+def _keys_by_group(parameters: Sequence[Parameter]) -> list[list[int]]:
+    """The keys of each group of the Trainer's argument."""
+    by_group: dict[int, list[int]] = {}
+    for key, parameter in enumerate(parameters):
+        by_group.setdefault(id(parameter.group), []).append(key)
+    return list(by_group.values())
+
+
+def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer) -> list[list[int]]:
+    """The keys of each group of an optimizer of torch.
+
+    Raises:
+        ValueError: the optimizer has other parameters than the trainer.
+    """
+    key_of = {id(one.replicas[0]): key for key, one in enumerate(parameters)}
+    members = [[key_of.get(id(tensor)) for tensor in group["params"]] for group in given.param_groups]
+    keys = [[key for key in group if key is not None] for group in members]
+    if any(key is None for group in members for key in group):
+        raise ValueError("the optimizer has parameters that the Trainer has not: give both the same, net.parameters()")
+    grouped_keys = {key for group in keys for key in group}
+    left = [one.label for key, one in enumerate(parameters) if one.trained and key not in grouped_keys]
+    if left:
+        raise ValueError(
+            f"{', '.join(left[:3])} is trained, and the optimizer has it not: give both the same parameters, or freeze"
+            " it by requires_grad_(False)"
+        )
+    return keys
+
+
+def _refuse_hooks(given: torch.optim.Optimizer) -> None:
+    hooks = [*given._optimizer_step_pre_hooks.values(), *given._optimizer_step_post_hooks.values()]
+    for hook in hooks:
+        if hook is not refuse_step:
+            raise ValueError(
+                f"the optimizer has a hook of its step(), {getattr(hook, '__qualname__', hook)}, which a Trainer never"
+                " calls: register it on trainer.as_torch_optimizer(), and call its step()"
+            )
+
+
+def refuse_step(*_: object) -> NoReturn:
+    """Hook of an optimizer of torch whose steps a trainer makes: raises a `RuntimeError`."""
+    refuse_own("step", "step()")
+
+
+def refuse_own(method: str, instead: str) -> NoReturn:
+    """Raises a `RuntimeError`: a method of the user's optimizer would act on this process alone."""
+    raise RuntimeError(
+        f"{method}() of an optimizer that a Trainer has taken over would act on this process alone: call"
+        f" trainer.{instead}"
+    )
