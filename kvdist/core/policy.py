@@ -74,7 +74,8 @@ P3 = Policy("p3", close=None, needs_optimizer=False, by_priority=True)
 P3_ASYNC = Policy("p3_async", close=1, needs_optimizer=True, by_priority=True)
 """`ASYNC` with priority slices."""
 
-POLICIES = {policy.name: policy for policy in (SYNC, QUOTA, ASYNC, P3, P3_ASYNC)}
+MODES = {policy.name: policy for policy in (SYNC, QUOTA, ASYNC, P3, P3_ASYNC)}
+"""Mode of a store, as it travels → the rules of that mode. `kvdist.config.policies` has the policies of users."""
 
 
 def with_priority_slices(policy: Policy) -> Policy:

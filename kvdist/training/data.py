@@ -500,7 +500,7 @@ class Batches:
                     used = (None, _UNKNOWN_BATCHES) if _reads_ahead(self._loader, sampler) else (visited, "")
                 else:
                     used = (end if drops_last and end - visited < batch_size else visited, "")
-                self._feed.handed_out[sampler] = (iteration, *used)
+                self._feed.reached[sampler] = (iteration, *used)
                 if used[0] is not None:
                     self._feed.examples += visited - last
                     last = visited
@@ -527,28 +527,29 @@ class Batches:
         sampler._is_followed = False  # also where the loader never asked it
         if before != iteration == sampler._iterations:
             sampler._left_early = False
-            if self._feed.handed_out.get(sampler, (before,))[0] == iteration:
-                self._feed.handed_out[sampler] = (iteration, sampler._end, "")
+            if self._feed.reached.get(sampler, (before,))[0] == iteration:
+                self._feed.reached[sampler] = (iteration, sampler._end, "")
             else:
                 sampler._use(iteration, sampler._end, "")
 
 
-HandedOut: TypeAlias = "dict[SplitSampler | DrivenSampler, tuple[int, int | None, str]]"
+Reached: TypeAlias = "dict[SplitSampler | DrivenSampler, tuple[int, int | None, str]]"
+"""Sampler → the position in it up to which batches were handed out."""
 
 
-def count_as_used(handed_out: HandedOut) -> None:
-    """Record that a step has used all batches that were handed out."""
-    for sampler, used in handed_out.items():
-        sampler._use(*used)
-    handed_out.clear()
+def count_as_used(reached: Reached) -> None:
+    """Record that steps have used all batches up to these positions, and forget the positions."""
+    for sampler, position in reached.items():
+        sampler._use(*position)
+    reached.clear()
 
 
 class Feed:
     """Batches that a training loop has got from `Trainer.batches`, until their steps count."""
 
     def __init__(self) -> None:
-        self.handed_out: HandedOut = {}
-        """Sampler → the position in it up to which batches were handed out; see `count_as_used`."""
+        self.reached: Reached = {}
+        """The positions up to which batches were handed out whose steps do not count yet; see `count_as_used`."""
         self.examples = 0
         """Examples that `SplitSampler`s have handed out since the last step."""
         self.queue: DrivenSampler | None = None
@@ -582,7 +583,7 @@ class Feed:
 
     def count_as_used(self) -> None:
         """Count all that was handed out as used."""
-        count_as_used(self.handed_out)
+        count_as_used(self.reached)
 
 
 def _batching(loader: Any) -> tuple[SplitSampler | DrivenSampler | None, int | None, bool]:

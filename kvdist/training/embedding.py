@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvdist.config.policies import Asynchronous
 from kvdist.errors import ConfigError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.backend import Average
@@ -112,11 +113,14 @@ class Embedding(torch.nn.Module):
         made = create_store(store) if isinstance(store, str) else store
         if not isinstance(made, KVStore):
             raise TypeError(f"store must be a kvdist store or the name of one, not {type(store).__name__}")
-        if made._backend.policy is not None:
+        policy = made._backend.policy
+        if policy is not None:
+            is_async = isinstance(policy, Asynchronous)
+            why = "servers weigh or drop late gradients" if is_async else "workers do not push in each step"
             raise ConfigError(
-                f"the table {key!r} needs an update in each step, but its store has the policy {made._backend.policy}:"
-                " pass the policy to the store of the Trainer alone, kv.create('dist', policy=...), and use another"
-                " store for the table"
+                f"the table {key!r} needs an update in each step, but its store has the policy {policy}, under which"
+                f" {why}: pass the policy to the store of the Trainer alone, kv.create('dist', policy=...), and give"
+                f" the table another store, kv.create({'dist_async' if is_async else 'dist'!r})"
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim

@@ -27,7 +27,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.runtime.waits import wait_for
-from kvdist.training.data import Feed, HandedOut, count_as_used
+from kvdist.training.data import Feed, Reached, count_as_used
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads
 from kvdist.training.steps import StepCall, StoreSteps
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
     passed: int
     made: int
     samples: int
-    handed_out: int
+    pending: int
     examples: int
 
 
@@ -93,7 +93,7 @@ class PolicySteps(StoreSteps):
         if self._before:
             torch._foreach_copy_(self._before, self._weights)
 
-    def _count_anew(self, handed_out: int = 0) -> None:
+    def _count_anew(self, pending: int = 0) -> None:
         self.passed = 0
         """Steps since the last exchange, those without gradients included."""
         self.made = 0
@@ -102,7 +102,7 @@ class PolicySteps(StoreSteps):
         """Examples of these steps, as far as steps have named their number."""
         self.examples = 0
         """Examples of these steps, as far as they are known."""
-        self.handed_out = handed_out
+        self.pending = pending
         """Examples of a queue that were handed out and are not used."""
 
     @property
@@ -133,7 +133,7 @@ class PolicySteps(StoreSteps):
     def _end_step(self) -> None:
         """Count a step, and make an exchange if it is time."""
         self.passed += 1
-        self.handed_out = self._feed.unpushed
+        self.pending = self._feed.unpushed
         self._model.updates += self.counts_steps
         try:
             self.after_step()
@@ -148,13 +148,13 @@ class PolicySteps(StoreSteps):
 
     def count_what_has_left(self) -> None:
         count_as_used(self.left())
-        self.handed_out = self._feed.unpushed
+        self.pending = self._feed.unpushed
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for the changes of a step."""
         return contextlib.nullcontext()
 
-    def left(self) -> HandedOut:
+    def left(self) -> Reached:
         """Return what pushes have brought to servers before their answers, for `count_as_used`."""
         return {}
 
@@ -227,7 +227,7 @@ class Fragment:
 
     places: list[int]
     counted: Counts = NOTHING
-    used: HandedOut = field(default_factory=dict)
+    used: Reached = field(default_factory=dict)
     under_way: Future[Any] | None = None
     since: int = 0
     pushed: list[torch.Tensor] = field(default_factory=list)
@@ -291,7 +291,7 @@ class OuterSteps(PolicySteps):
     def settle(self) -> None:
         wait_for([one.under_way for one in self._fragments if one.under_way is not None])
 
-    def left(self) -> HandedOut:
+    def left(self) -> Reached:
         for fragment in self._fragments:
             if fragment.under_way is not None:
                 self._count_used(fragment)  # here, as later pushes say their examples beside those
@@ -328,7 +328,7 @@ class OuterSteps(PolicySteps):
         if not self.passed:
             return
         self._land_all()
-        self.handed_out = self._feed.unpushed
+        self.pending = self._feed.unpushed
         if len(self._fragments) == 1:
             self._push_and_wait(self._fragments[0])
         else:
@@ -344,19 +344,19 @@ class OuterSteps(PolicySteps):
     @property
     def _counts(self) -> Counts:
         """What the steps so far are."""
-        return Counts(self.passed, self.made, self.samples, self._used + self.handed_out, self.examples)
+        return Counts(self.passed, self.made, self.samples, self._used + self.pending, self.examples)
 
     def _share(self, fragment: Fragment) -> tuple[Grads, Average, int]:
         """What a fragment pushes: changes since its last push, their weight, and of how many examples they are."""
         counts, before = self._counts, fragment.counted
-        fragment.counted, fragment.since, fragment.used = counts, 0, dict(self._feed.handed_out)
+        fragment.counted, fragment.since, fragment.used = counts, 0, dict(self._feed.reached)
         is_made = counts.made > before.made
         changes = torch._foreach_sub(fragment.of(self._before), fragment.of(self._weights)) if is_made else ()
         fragment.pushed = list(changes)
         grads: Grads = [[change] for change in fragment.pushed] or [None] * len(fragment.places)
         average: Average = "samples" if counts.samples > before.samples else True
-        handed_out = max(0, counts.handed_out - before.handed_out)  # less where a step was interrupted
-        return grads, average, handed_out or counts.examples - before.examples
+        pending = max(0, counts.pending - before.pending)  # less where a step was interrupted
+        return grads, average, pending or counts.examples - before.examples
 
     def _push_and_wait(self, fragment: Fragment) -> None:
         """Push, and wait for the new weights."""
@@ -401,7 +401,7 @@ class OuterSteps(PolicySteps):
         count_as_used(dict(fragment.used))
         now = self._feed.unpushed
         self._used += unpushed - now
-        self.handed_out -= unpushed - now
+        self.pending -= unpushed - now
 
 
 def split_evenly(sizes: Sequence[int], number: int) -> list[list[int]]:

@@ -63,8 +63,6 @@ class Model:
         """Examples in the weights of this process, where no server counts them."""
         self.groups = ParamGroups(parameters, optimizer, given)
         """The hyper-parameters of the next step."""
-        self.updates_here = True
-        """Whether the optimizer runs in this process; the trainer's first step decides."""
         self.shared: SharedWeights | None = None
         """The parameters that show the servers' memory; None without ``share_weights``."""
         self.loaded_states: Sequence[SliceState | None] = [None] * sum(one.trained for one in parameters)
@@ -106,10 +104,6 @@ class Model:
         self.loaded_states = [states[id(one)] for _, one in self.trained]
         self.groups.rekey(key_of)
         return "by their names, "
-
-    def read_groups(self) -> None:
-        """Give the optimizer the numbers of the parameter groups, for the next step."""
-        self.groups.read(self.updates_here)
 
     # Gradients of a step.
 
@@ -178,7 +172,7 @@ class Model:
             samples: examples of these gradients; 0 if that is not known.
             counts: whether this is an update of `version`.
         """
-        self.read_groups()
+        self.groups.read()
         members = [one for one, is_applied in zip(self.trained, has_grad, strict=True) if is_applied]
         with self.rescaled(divisor):
             if self.clip_norm is not None:

@@ -62,7 +62,7 @@ class OverlappedSteps(StoreSteps):
 
     def step(self, call: StepCall) -> None:
         model = self._model
-        model.read_groups()
+        model.groups.read()
         model.refuse_untrained()
         model.warn_without(any(one.has_grad for _, one in model.trained))
         stale = model.watch.left_out(Stale.USE if call.on_stale is Stale.USE else Stale.LEAVE_OUT)
@@ -90,7 +90,7 @@ class OverlappedSteps(StoreSteps):
     def sum_gradients(self, average: bool, on_stale: Stale) -> None:
         if self.on_server:
             refuse_updated_there("allreduce_grads")
-        self._model.read_groups()
+        self._model.groups.read()
         self.buckets.finish()
 
     def update(self, call: StepCall) -> None:
@@ -157,7 +157,7 @@ class Overlap(GradientBuckets):
 
     def begin(self) -> None:
         """Begin a step with the current hyper-parameters."""
-        self._model.read_groups()
+        self._model.groups.read()
         if self._sent is not None:
             for name in LIVE:
                 setattr(self._sent, name, getattr(self._model.optimizer, name))

@@ -46,48 +46,44 @@ class ParamGroups:
         self, parameters: Sequence[Parameter], optimizer: Optimizer, given: torch.optim.Optimizer | None = None
     ) -> None:
         self.optimizer = optimizer
+        self.given = given
         self.shown: list[torch.optim.Optimizer] = [] if given is None else [given]
         """Optimizers of torch's class that have these groups."""
-        self._given = given
-        for _, table in NUMBERS.values():
-            factors = {key: one.group[table] for key, one in enumerate(parameters) if table in one.group}
-            setattr(optimizer, table, {**getattr(optimizer, table), **factors})
+        self.updates_here = True
+        """Whether the weights are updated in this process; the trainer's first step decides."""
         self._keys = _keys_by_group(parameters) if given is None else _keys_of_given(parameters, given)
         declared = [parameters[keys[0]].group if keys else {} for keys in self._keys]
-        self._factors = {
-            number: [group.get(table, 1.0) for group in declared] for number, (_, table) in NUMBERS.items()
-        }
+        self._factors = {word: [group.get(table, 1.0) for group in declared] for word, (_, table) in NUMBERS.items()}
         """The factors that the rate and the decay of each group contain."""
-        made = [self._group_of(keys, parameters) for keys in self._keys] if given is None else []
-        self.param_groups = made if given is None else given.param_groups
-        for number, (name, _) in NUMBERS.items() if given is None else ():
-            for group, factor in zip(made, self._factors[number], strict=True):
-                group.setdefault(number, getattr(optimizer, name) * factor)
-        self._read_rule(updates_here=True, anew=True)
-        self.read_numbers()
+        for _, table in NUMBERS.values():
+            of_keys = {key: one.group[table] for key, one in enumerate(parameters) if table in one.group}
+            setattr(optimizer, table, {**getattr(optimizer, table), **of_keys})
+        self.param_groups: list[dict[str, Any]] = [] if given is None else given.param_groups
+        for place, keys in enumerate(self._keys if given is None else ()):
+            numbers = {
+                word: getattr(optimizer, name) * self._factors[word][place] for word, (name, _) in NUMBERS.items()
+            }
+            own = {word: number for word, number in declared[place].items() if word not in GROUP_ENTRIES}
+            members = [replica for key in keys for replica in parameters[key].replicas]
+            self.param_groups.append({**numbers, **words_of(optimizer), **own, "params": members})
+        self.read(anew=True)
         optimizer._set_groups = weakref.WeakMethod(self.set)
 
-    def _group_of(self, keys: Sequence[int], parameters: Sequence[Parameter]) -> dict[str, Any]:
-        """Make a group of these parameters, with the numbers that the user gave it and those of the optimizer."""
-        members = [replica for key in keys for replica in parameters[key].replicas]
-        given = {word: number for word, number in parameters[keys[0]].group.items() if word not in GROUP_ENTRIES}
-        return {**words_of(self.optimizer), **given, "params": members}
-
-    def read(self, updates_here: bool) -> None:
+    def read(self, *, anew: bool = False) -> None:
         """Give the optimizer the numbers of the groups, for the next step.
 
         Args:
-            updates_here: whether the weights are updated in this process.
+            anew: whether the optimizer may have the numbers of other keys; it has no states then.
 
         Raises:
             ValueError: a number is out of range; a number has changed that cannot change, or not in one group alone; a
                 group was added; or the user's optimizer has got a hook of its step.
         """
-        if self._given is not None:
-            _refuse_hooks(self._given)
+        if self.given is not None:
+            _refuse_hooks(self.given)
         for optimizer in self.shown:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
-        self._read_rule(updates_here)
+        self._read_rule(anew)
         self.read_numbers()
 
     def read_numbers(self) -> None:
@@ -98,7 +94,7 @@ class ParamGroups:
                 continue
             factors = self._factors[number]
             values = [float(group[number]) for group in self.param_groups]
-            bases = [value / factor for value, factor in zip(values, factors, strict=True) if factor > 0]
+            bases = [value / factor for value, factor in zip(values, factors, strict=True) if factor]
             base = max(bases, default=0.0) or max(values)
             if not _is_same(base, getattr(live, name)):
                 live.change_here(name, base)
@@ -154,15 +150,10 @@ class ParamGroups:
         for _, table in NUMBERS.values():
             factors = getattr(self.optimizer, table)
             setattr(self.optimizer, table, {key_of.get(key, key): factor for key, factor in factors.items()})
-        self._read_rule(updates_here=True, anew=True)
+        self.read(anew=True)
 
-    def _read_rule(self, updates_here: bool, anew: bool = False) -> None:
-        """Give the optimizer the other numbers of the groups.
-
-        Args:
-            updates_here: whether the weights are updated in this process.
-            anew: whether the optimizer may have the numbers of other keys; it has no states then.
-        """
+    def _read_rule(self, anew: bool) -> None:
+        """Give the optimizer the other numbers of the groups."""
         live = self.optimizer
         if len(self.param_groups) != len(self._keys):
             raise ValueError("a parameter group was added after the Trainer was made; make another Trainer with all")
@@ -183,7 +174,7 @@ class ParamGroups:
                 for word, number in words.items()
                 if before[word] != number
             )
-            if not updates_here:
+            if not self.updates_here:
                 raise ValueError(
                     f"{said}, but the weights are updated on the store, which keeps the values from the trainer's"
                     " creation: create the scheduler with cycle_momentum=False, or the trainer with"

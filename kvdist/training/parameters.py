@@ -279,7 +279,7 @@ def _carried(replica: torch.Tensor) -> torch.Tensor:
 
 
 Grads: TypeAlias = Sequence["list[Tensor] | None"]
-"""For each trained parameter its gradients, a tensor per device; None for a parameter without a gradient."""
+"""For each trained parameter its gradients, only of those devices that have a gradient; None if no device has one."""
 
 
 def divide(grads: Grads, divisor: float) -> None:

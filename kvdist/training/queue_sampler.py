@@ -145,7 +145,7 @@ class SharedQueue(Leasing):
     def __init__(self, ask: Callable[[Callable[[int, int], Request]], Any]) -> None:
         super().__init__()
         self.ask = ask
-        self._told = 0
+        self._reported = 0
         """Examples that the scheduler knows to be used: other leased examples go to others as this process leaves."""
 
     def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
@@ -154,8 +154,8 @@ class SharedQueue(Leasing):
         Raises:
             ConfigError: the workers' samplers differ, or another sampler has not come to its end.
         """
-        self._told = self.holder.used
-        said = (self.number, *plan, batch, wanted, self._told, version, rests)
+        self._reported = self.holder.used
+        said = (self.number, *plan, batch, wanted, self._reported, version, rests)
         leased = self.ask(lambda request, store: Lease(request, store, *said))
         given = Range(leased.epoch, leased.start, leased.stop)
         if given.size:
@@ -170,18 +170,18 @@ class SharedQueue(Leasing):
         """See `Leasing`."""
         self.count_what_has_left()
         gives_back = bool(self.holder.ranges)
-        if gives_back or self.holder.used > self._told:
-            self._told = self.holder.used
+        if gives_back or self.holder.used > self._reported:
+            self._reported = self.holder.used
             self.holder.ranges.clear()
             with contextlib.suppress(KvdistError):  # the cluster has ended first, or will ask the servers
-                self.ask(lambda request, _: Used(request, self._told, gives_back))
+                self.ask(lambda request, _: Used(request, self._reported, gives_back))
 
     def rolled_back(self) -> None:
         """All return to a snapshot: leased ranges are void, and servers count examples from 0 again.
 
         In which pass the snapshot is only the scheduler knows: it says of each before that it is over.
         """
-        self.holder, self.number, self._told = LeaseHolder(0), 0, 0
+        self.holder, self.number, self._reported = LeaseHolder(0), 0, 0
 
 
 class QueueSampler(DrivenSampler):
@@ -390,7 +390,7 @@ class QueueSampler(DrivenSampler):
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void
                 self._handed = begun + min(self._ends.popleft(), self._yielded)
-                trainer._feed.handed_out[self] = (self._iterations, self._handed, "")
+                trainer._feed.reached[self] = (self._iterations, self._handed, "")
                 trainer._take_part()
                 yield batch
                 self._version = trainer.version
@@ -402,7 +402,7 @@ class QueueSampler(DrivenSampler):
         trainer._exchange(together=False)
         self._version = trainer.version
         if self.unused:
-            trainer._feed.handed_out.pop(self, None)
+            trainer._feed.reached.pop(self, None)
             LOG.warning(
                 "%d examples were handed out and no step has used them: they count as used. Call trainer.step() for the"
                 " last batches, too",

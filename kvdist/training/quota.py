@@ -25,7 +25,7 @@ from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.runtime.waits import AwaitedLock, wait_for
-from kvdist.training.data import Feed, HandedOut, count_as_used
+from kvdist.training.data import Feed, Reached, count_as_used
 from kvdist.training.local_steps import LOG, PolicySteps
 from kvdist.training.model import Model
 from kvdist.training.parameters import Grads
@@ -45,15 +45,15 @@ class Push:
         number: how many pushes these are.
         changes: by all these pushes, of local steps.
         used: the examples that they were of; see `count_as_used`.
-        handed_out: how many those are, of a queue.
+        examples: number of examples of a queue among those.
     """
 
     answer: Future[Any] | None
     landing: list[torch.Tensor]
     number: int
     changes: list[torch.Tensor]
-    used: HandedOut
-    handed_out: int
+    used: Reached
+    examples: int
 
     @property
     def is_complete(self) -> bool:
@@ -94,7 +94,7 @@ class QuotaSteps(PolicySteps):
         """Of the pusher's thread; the next step raises it."""
         self._asked: Future[Due | None] | None = None
         """When the next push is due."""
-        self._ready: HandedOut = {}
+        self._ready: Reached = {}
         """What the steps so far have used."""
         self._sums: list[torch.Tensor | None] = []
         self._landings: list[list[torch.Tensor]] = []
@@ -119,7 +119,7 @@ class QuotaSteps(PolicySteps):
     def _checked(self, call: StepCall) -> StepCall:
         samples, feed = call.samples, self._feed
         if samples is None:
-            samples = (feed.examples if feed.queue is None else feed.unpushed - self.handed_out) or None
+            samples = (feed.examples if feed.queue is None else feed.unpushed - self.pending) or None
         if samples is None:
             raise ValueError(
                 f"step() under the policy {self._policy}, which counts examples: call step(samples=n) with the number"
@@ -153,7 +153,7 @@ class QuotaSteps(PolicySteps):
         self._model.watch.note_grads()
 
     def after_step(self) -> None:
-        self._ready = dict(self._feed.handed_out)
+        self._ready = dict(self._feed.reached)
         self._land(self._last if self._waits else self._newest)
         if not self._is_due and self._has_news:
             self._ask()
@@ -165,7 +165,7 @@ class QuotaSteps(PolicySteps):
 
     def finish(self, together: bool) -> None:
         with self._lock:
-            self._ready = dict(self._feed.handed_out)
+            self._ready = dict(self._feed.reached)
             while True:
                 self._land(self._last)
                 due = self._backend.wait(self._report_progress(now=not together, together=together))
@@ -174,12 +174,12 @@ class QuotaSteps(PolicySteps):
                 if not together or due.together:
                     return
 
-    def left(self) -> HandedOut:
+    def left(self) -> Reached:
         with self._lock:
             left = {} if self._last is None else dict(self._last.used)
             for push in (self._complete, self._last):
                 if push is not None:
-                    push.used, push.handed_out = {}, 0
+                    push.used, push.examples = {}, 0
             return left
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class QuotaSteps(PolicySteps):
         if not (everything or self._is_ready):
             self._send(nothing, True, 0, replace(before, number=before.number + 1, landing=landing))
             return
-        samples = self.handed_out - before.handed_out or self.samples
+        samples = self.pending - before.examples or self.samples
         grads, changes = nothing, before.changes
         if self.made and not self.updates_here:
             grads = [
@@ -280,7 +280,7 @@ class QuotaSteps(PolicySteps):
             changes = self._changes()
             news = torch._foreach_sub(changes, before.changes) if before.changes else changes
             grads = [[change] for change in news]
-        push = Push(None, landing, before.number + 1, changes, self._ready, self.handed_out)
+        push = Push(None, landing, before.number + 1, changes, self._ready, self.pending)
         try:
             self._send(grads, "samples" if self.made else True, samples, push)
         except BaseException:
@@ -289,7 +289,7 @@ class QuotaSteps(PolicySteps):
                     total.mul_(self.samples)  # it is in the next push
             raise
         self._sums = [None] * len(self._weights)
-        self._count_anew(push.handed_out)
+        self._count_anew(push.examples)
 
     def _place(self) -> list[torch.Tensor]:
         """Memory for the weights of the next version, other than that of weights that are still to be taken."""
@@ -334,10 +334,10 @@ class QuotaSteps(PolicySteps):
         count_as_used(dict(push.used))
         if self._last is not None:
             self._last.number -= push.number
-            self._last.handed_out -= push.handed_out
+            self._last.examples -= push.examples
             if self._last.changes and push.changes:
                 self._last.changes = list(torch._foreach_sub(self._last.changes, push.changes))
-        self.handed_out = self._feed.unpushed
+        self.pending = self._feed.unpushed
         self._model.updates += push.number
 
 

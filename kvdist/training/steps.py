@@ -97,7 +97,7 @@ class Steps(abc.ABC):
     """Whether a worker makes as many steps as it can, and waits for none of another worker."""
     is_exchanged = True
     """Whether the store has all steps of this worker."""
-    handed_out = 0
+    pending = 0
     """Examples of a queue in steps that the store does not have."""
     samples_dropped = 0
     """Examples whose gradients came too late for any version."""
@@ -124,7 +124,7 @@ class Steps(abc.ABC):
             KvdistError: the store failed.
         """
         model = self._model
-        model.read_groups()
+        model.groups.read()
         model.refuse_untrained()
         model.require_unchanged()
         grads = model.gradients(call.on_stale)
@@ -149,7 +149,7 @@ class Steps(abc.ABC):
     def meet(self) -> None:
         """Within `Trainer.join`, announce a step of this worker; no error of its call is raised after that."""
         if self.join is not None:
-            self._model.read_groups()
+            self._model.groups.read()
             self.join.meet(NextStep.STEPS)
 
     def broadcast(self) -> None:  # noqa: B027  # without a store nobody else has weights
@@ -199,8 +199,8 @@ class Steps(abc.ABC):
         """Forget later exchanges, as all go back to a snapshot; return the `Trainer.version` of the snapshot.
 
         Args:
-            rounds: number of rounds of the store in the snapshot.
-            updates: `Trainer.version` if each round is `every` steps.
+            rounds: number of the store's rounds in the snapshot; a round is an exchange of all workers.
+            updates: `Trainer.version` of the snapshot for steps of which exactly `every` make a round.
         """
         return updates
 
@@ -239,7 +239,7 @@ class AloneSteps(Steps):
         self._model.watch.note_grads()
 
     def sum_gradients(self, average: bool, on_stale: Stale) -> None:
-        self._model.read_groups()
+        self._model.groups.read()
 
     def update(self, call: StepCall) -> None:
         self._update(call, None, self._feed.examples_of(call.batch_size, call.samples))
@@ -355,7 +355,7 @@ class WorkerSteps(StoreSteps):
 
     def sum_gradients(self, average: bool, on_stale: Stale) -> None:
         model = self._model
-        model.read_groups()
+        model.groups.read()
         if self.join is not None:
             raise RuntimeError(
                 "allreduce_grads() cannot be used within trainer.join(), because a worker that is done cannot repeat"

@@ -69,10 +69,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         gather: returns the optimizer's state of each trained parameter.
         replace: replaces those states.
         overlaps: whether gradients leave during the backward pass.
-        given: an optimizer of torch by the user, which has the same groups; or None.
 
     Raises:
-        ValueError: the optimizer has an ``lr_scheduler``; or `given` has another trainer.
+        ValueError: the optimizer has an ``lr_scheduler``; or the user's optimizer of torch has another trainer.
     """
 
     _step_supports_amp_scaling = True
@@ -87,7 +86,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         gather: Callable[[], Sequence[SliceState | None]],
         replace: Callable[[Sequence[SliceState | None]], None],
         overlaps: bool,
-        given: torch.optim.Optimizer | None = None,
     ) -> None:
         live = groups.optimizer
         if live.lr_scheduler is not None:
@@ -109,8 +107,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.param_groups = groups.param_groups
         self._is_complete = True
         groups.shown.append(self)
-        if given is not None:
-            self._take_over(given)
+        if groups.given is not None:
+            self._take_over(groups.given)
 
     def _take_over(self, given: torch.optim.Optimizer) -> None:
         """Go on from the state of the user's optimizer, and disable its methods for its steps and its state."""

@@ -175,8 +175,10 @@ class Trainer:
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._training_state: TrainingState | None = None
-        self._shown = None if given is None else self._shown_as_torch(given)
+        self._shown: TorchOptimizer | None = None
         """The trainer in the form of an optimizer of torch; None until the user asks for it."""
+        if given is not None:
+            self.as_torch_optimizer()  # takes over its state
         rule.take(as_made)
 
     if not TYPE_CHECKING:  # for type checkers all other attributes would exist too
@@ -242,7 +244,7 @@ class Trainer:
         if self._overlaps and not batch_size is samples is None:
             refuse_size(f"step({batch_size})" if samples is None else f"step(samples={samples})")
         if samples is not None:
-            pending = 0 if self._steps is None else self._steps.handed_out
+            pending = 0 if self._steps is None else self._steps.pending
             samples = require_samples(samples, batch_size, self._feed.unpushed - pending)
         self._make_step(StepCall(batch_size, samples, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE))
 
@@ -316,7 +318,7 @@ class Trainer:
             yield
             return
         model = self._model
-        model.read_groups()
+        model.groups.read()
         groups = None if steps.on_server else model.groups
         with create_store("dist") as own:
             join = steps.join = Join(own, groups, len(model.parameters))
@@ -343,19 +345,15 @@ class Trainer:
             ValueError: the optimizer has an `lr_scheduler`.
         """
         if self._shown is None:
-            self._shown = self._shown_as_torch(None)
+            self._shown = TorchOptimizer(
+                self._model.parameters,
+                self._model.groups,
+                self._step_of_torch,
+                self._optimizer_states,
+                self._load_optimizer_states,
+                self._overlaps,
+            )
         return self._shown
-
-    def _shown_as_torch(self, given: torch.optim.Optimizer | None) -> TorchOptimizer:
-        return TorchOptimizer(
-            self._model.parameters,
-            self._model.groups,
-            self._step_of_torch,
-            self._optimizer_states,
-            self._load_optimizer_states,
-            self._overlaps,
-            given,
-        )
 
     def allreduce_grads(self, *, average: bool = False, ignore_stale_grad: bool = False) -> None:
         """Replace each gradient by its sum over devices and workers, for example to clip before `update`.
@@ -420,7 +418,7 @@ class Trainer:
     def _push_before_leaving(self) -> None:
         """Push the steps of a worker at its own pace, unless a batch was handed out since the last step."""
         steps = self._steps
-        if steps is not None and steps.has_own_pace and self._feed.unpushed == steps.handed_out:
+        if steps is not None and steps.has_own_pace and self._feed.unpushed == steps.pending:
             self._exchange(together=False)
 
     def broadcast_parameters(self) -> None:
@@ -661,7 +659,7 @@ class Trainer:
             return self._steps
         model = self._model
         if isinstance(model.optimizer, TorchRule):
-            model.read_groups()  # until the store has them, all may change
+            model.groups.read()  # until the store has them, all may change
         require_shapes(model.parameters)
         if not self._has_chosen:  # once, as others count the stores that are made
             compresses = self._compression_params is not None
@@ -671,16 +669,16 @@ class Trainer:
         try:
             steps = self._choose_steps(self._kvstore)
             steps.begin()
-            model.updates_here, self._steps = steps.updates_here, steps
+            model.groups.updates_here, self._steps = steps.updates_here, steps
             if any(state is not None for state in model.loaded_states):
                 self._replace_states(model.loaded_states)
         except BaseException:  # as before, so that the next call may try again
             if steps is not None:
                 steps.close()
-            self._steps, model.shared, model.updates_here = None, None, True
+            self._steps, model.shared, model.groups.updates_here = None, None, True
             raise
         model.loaded_states = ()
-        if any(isinstance(one, SplitSampler) for one in self._feed.handed_out):  # the store had but a name before
+        if any(isinstance(one, SplitSampler) for one in self._feed.reached):  # the store had but a name before
             self._warn_of_parts()
         if self._feed.undivided:
             self._warn_of_whole_data(self._feed.undivided)
@@ -775,7 +773,7 @@ class Trainer:
 
     def _make_step(self, call: StepCall) -> None:
         steps = self._start()
-        examples = self._feed.unused - steps.handed_out if call.samples is None else call.samples
+        examples = self._feed.unused - steps.pending if call.samples is None else call.samples
         with self._counting_what_leaves(), self._skipping_rollback():
             self._take_part()
             if self._is_void:

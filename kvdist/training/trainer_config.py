@@ -553,12 +553,12 @@ def refuse_overflow(grads: Grads) -> None:
         )
 
 
-def require_samples(samples: float, batch_size: float | None, handed_out: int = 0) -> int:
+def require_samples(samples: float, batch_size: float | None, delivered: int = 0) -> int:
     """Return the number of examples of a mean, as a whole number.
 
     Args:
         samples, batch_size: as of a step.
-        handed_out: how many a `QueueSampler` has handed out since the last step; 0 without a sampler.
+        delivered: number of examples that a `QueueSampler` has handed out since the last step; 0 without a sampler.
 
     Raises:
         ValueError: it is out of range or no whole number, or contradicts something.
@@ -573,9 +573,9 @@ def require_samples(samples: float, batch_size: float | None, handed_out: int = 
             f"samples is {samples}; it is the number of examples of this worker's loss, whole, from 1 to {SAMPLES_MAX}."
             " Trainer.skip_step() is for a worker without any"
         )
-    if handed_out and samples != handed_out:
+    if delivered and samples != delivered:
         raise ValueError(
-            f"samples is {samples}, but batches() has handed out {handed_out} examples of the QueueSampler since the"
+            f"samples is {samples}, but batches() has handed out {delivered} examples of the QueueSampler since the"
             " last step, and each must count once"
         )
     return int(samples)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.round import Contribution
 from kvdist.core.server import block as blocks_of_servers
 from kvdist.core.server.block import Block, apply_round
@@ -117,7 +117,7 @@ def test_steady_rounds_upload_contributions_and_download_weights() -> None:
 
 def test_a_value_that_is_replaced_again_and_again_is_the_one_that_is_updated() -> None:
     updater = DeviceUpdater(create("test"), NumpyDevice())
-    block = Block.of(0, [0], [Extent("w", (2,))], [2], DType.FLOAT32, POLICIES["sync"])
+    block = Block.of(0, [0], [Extent("w", (2,))], [2], DType.FLOAT32, MODES["sync"])
     block.initialise([np.array([1, 1], np.float32)])
     member = Member(worker(0), 1)
     step = 0

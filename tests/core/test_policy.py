@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, QUOTA, SYNC, Policy, with_priority_slices
+from kvdist.core.policy import ASYNC, MODES, P3, P3_ASYNC, QUOTA, SYNC, Policy, with_priority_slices
 from tests.cases import each
 
 
@@ -36,7 +36,7 @@ def test_a_version_of_so_many_contributions_is_refused_as_long_as_nothing_decide
 
 
 def test_policies_are_found_by_the_word_on_the_wire() -> None:
-    assert POLICIES == {"sync": SYNC, "quota": QUOTA, "async": ASYNC, "p3": P3, "p3_async": P3_ASYNC}
+    assert MODES == {"sync": SYNC, "quota": QUOTA, "async": ASYNC, "p3": P3, "p3_async": P3_ASYNC}
 
 
 @each("plain, sliced", [(SYNC, P3), (ASYNC, P3_ASYNC)])

@@ -125,12 +125,12 @@ class Job:
 
     def step(self, examples):
         self.queue.handed += examples
-        self.feed.handed_out[self.queue] = (1, self.queue.handed, "")
+        self.feed.reached[self.queue] = (1, self.queue.handed, "")
         self.steps.add([], 0)
         for weight in self.weights:
             weight.data.add_(1)
         self.steps.passed += 1
-        self.steps.handed_out = self.feed.unpushed
+        self.steps.pending = self.feed.unpushed
         self.steps.after_step()
 
 
@@ -167,7 +167,7 @@ class QuotaJob(Job):
 
     def step(self, examples, grad=0.0):
         self.queue.handed += examples
-        self.feed.handed_out[self.queue] = (1, self.queue.handed, "")
+        self.feed.reached[self.queue] = (1, self.queue.handed, "")
         with self.steps.stepping():
             grads = [[torch.full((2,), grad)]] * 3
             self.steps.add(grads, examples)
@@ -176,7 +176,7 @@ class QuotaJob(Job):
             for weight in self.weights if self.steps.updates_here else ():
                 weight.data.add_(1)
             self.steps.passed += 1
-            self.steps.handed_out = self.feed.unpushed
+            self.steps.pending = self.feed.unpushed
             self.steps.after_step()
 
 

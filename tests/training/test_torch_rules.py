@@ -178,7 +178,9 @@ def test_betas_that_change_on_servers_are_refused_and_nothing_is_sent():
     trainer.step()
     given.param_groups[0]["betas"] = (0.6, 0.999)
     backward(net)
-    with pytest.raises(ValueError, match=r"betas has changed from \(0.5, .* to \(0.6, .*but the weights are updated on the store"):
+    with pytest.raises(
+        ValueError, match=r"betas has changed from \(0.5, .* to \(0.6, .*but the weights are updated on the store"
+    ):
         trainer.step()
     trainer.close()
 

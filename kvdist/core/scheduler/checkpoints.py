@@ -30,7 +30,7 @@ from kvdist.checkpoint.snapshot import (
     directory_of,
 )
 from kvdist.core import machine as fx
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
@@ -460,7 +460,7 @@ class Checkpoints:
             order.step,
             order.contents,
             mode,
-            POLICIES[mode].is_lockstep,
+            MODES[mode].is_lockstep,
             None if optimizer is None else optimizer.description,
             len(saving.saves) or len(self._membership.awaited),
             len(saving.servers),

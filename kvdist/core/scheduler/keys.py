@@ -20,7 +20,7 @@ from operator import attrgetter, or_
 from kvdist.checkpoint.snapshot import SavedKey
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.scheduler.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.server.table_rows import obstacle
@@ -299,7 +299,7 @@ class StoreKeys:
 
     def leaves_out(self, member: Member, entry: DeclaredKey) -> bool:
         """Return whether rounds of a key have begun without this member."""
-        return member in entry.exempted and POLICIES[self.mode].is_lockstep
+        return member in entry.exempted and MODES[self.mode].is_lockstep
 
     def waits(self, live: Set[int]) -> Iterator[MemberWait]:
         """Yield the waits for keys, with the workers that must still declare them."""
@@ -340,15 +340,15 @@ class Keys:
 
     def declare(self, sender: Member, message: msg.Declare, now: float) -> list[fx.Effect]:
         """Handle the declaration of keys that a worker is about to initialise."""
-        if message.mode not in POLICIES:
-            reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
+        if message.mode not in MODES:
+            reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(MODES)}"
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         reason = _cannot_update(self.optimizers.get(message.store), message)
         if reason:
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         store = self.stores.get(message.store)
         if store is None:
-            slice_bytes = POLICIES[message.mode].slice_bytes(self._limits)
+            slice_bytes = MODES[message.mode].slice_bytes(self._limits)
             own = (message.store, message.mode, sender, slice_bytes, self._membership.joined_later)
             store = self.stores[message.store] = StoreKeys(*own)
         effects: list[fx.Effect] = []
@@ -362,7 +362,7 @@ class Keys:
     @property
     def is_lockstep(self) -> bool:
         """Whether in every store each version has a contribution of every worker."""
-        return all(POLICIES[store.mode].is_lockstep for store in self.stores.values())
+        return all(MODES[store.mode].is_lockstep for store in self.stores.values())
 
     @property
     def due(self) -> float:

@@ -16,7 +16,7 @@ from kvdist import errors
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.scheduler.agreement import Agreement, Answer, MemberWait, Questions
 from kvdist.core.scheduler.checkpoints import Checkpoints
 from kvdist.core.scheduler.deadlocks import NAMED_MAX, Deadlocks
@@ -830,7 +830,7 @@ class Scheduler(fx.Machine):
 
     def _why_not(self, mode: str) -> str:
         """Return why the policy for losses excludes stores of a mode; '' if it does not."""
-        has_rounds = mode not in POLICIES or POLICIES[mode].is_lockstep
+        has_rounds = mode not in MODES or MODES[mode].is_lockstep
         return replace(self.config.loss_policy, has_rounds=has_rounds).refusal()
 
     @property

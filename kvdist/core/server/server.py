@@ -14,7 +14,7 @@ from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.error_mapping import replicas_differ, scheduler_away, scheduler_lost, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.checkpoints import Restoring, ServerCheckpoints
 from kvdist.core.server.commands import Handler, perform
@@ -305,7 +305,7 @@ class Server(fx.Machine):
 
     def _assign(self, message: msg.Assign) -> msg.Done | msg.Failed:
         servers = self.joining.introduction.num_servers
-        if POLICIES[message.mode].by_priority:
+        if MODES[message.mode].by_priority:
             self.ack_bytes_max = self.limits.priority_window_bytes // servers // PRIORITY_MESSAGES_PER_WINDOW
         failure = ""
         if message.store in self._optimizers and self._is_too_late:

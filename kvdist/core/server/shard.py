@@ -20,7 +20,7 @@ from kvdist import errors
 from kvdist.checkpoint.snapshot import SliceImage, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.round import UNANSWERED, Contribution, PullRequest, Round, RowIds, Verdict, setting_of
 from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block, Blocks
@@ -531,7 +531,7 @@ class Shard:
             [extent for _, extent in pieces],
             [piece.count for piece, _ in pieces],
             DType(code),
-            POLICIES[message.mode],
+            MODES[message.mode],
             self.kernels,
             self._allocate,
             None if pulled_as == code else DType(pulled_as),
@@ -559,7 +559,7 @@ class Shard:
                 except MemoryError as error:
                     failure = failure or str(error)
                     continue
-                table = SparseTable(message.store, rows, Round(key, POLICIES[message.mode]), initializer is not None)
+                table = SparseTable(message.store, rows, Round(key, MODES[message.mode]), initializer is not None)
                 table.round.leave_out(message.later)
                 self.tables[piece.number] = table
         return failure

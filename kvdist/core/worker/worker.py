@@ -25,7 +25,7 @@ from kvdist.core.error_mapping import (
     verdict,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
-from kvdist.core.policy import POLICIES
+from kvdist.core.policy import MODES
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker import requests as req
@@ -387,7 +387,7 @@ class Worker(fx.Machine):
             case req.DeclareKeys():
                 self._open(request, now)
                 self._declared[request.request] = request
-                if POLICIES[request.mode].by_priority:
+                if MODES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
                 return [self._pending.ask(request.request, replace(request.message, pushes=self._pushes))]
             case req.Transfer():
@@ -692,7 +692,7 @@ class Worker(fx.Machine):
         infos, aggregated, last = [], [], -1
         in_rounds: list[int] = []
         later: list[int] = []
-        is_lockstep = POLICIES[declared.mode].is_lockstep
+        is_lockstep = MODES[declared.mode].is_lockstep
         num_servers = self.joining.introduction.num_servers  # also while a server is lost, and not back yet
         aggregation = self.aggregation if self.aggregation is not None and self.aggregation.servers else None
         pulled = declared.pulled_as or declared.dtypes
