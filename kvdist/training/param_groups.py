@@ -25,8 +25,9 @@ from kvdist.optimizer.base import Optimizer, numbers_of
 from kvdist.optimizer.torch_rules import TorchRule, grouped
 from kvdist.training.parameters import GROUP_ENTRIES, Parameter
 
-NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
-"""Numbers of a group that may change at any time: torch's name → our name and the table of its factors."""
+NUMBERS = {"learning_rate": ("lr", "lr_mult"), "wd": ("weight_decay", "wd_mult")}
+"""Numbers of the optimizer that may change at any time: their names in a group, and the tables of their factors."""
+WORDS = tuple(word for word, _ in NUMBERS.values())
 
 
 class ParamGroups:
@@ -53,19 +54,19 @@ class ParamGroups:
         """Whether the weights are updated in this process; the trainer's first step decides."""
         self._keys = _keys_by_group(parameters) if given is None else _keys_of_given(parameters, given)
         declared = [parameters[keys[0]].group if keys else {} for keys in self._keys]
-        self._factors = {word: [group.get(table, 1.0) for group in declared] for word, (_, table) in NUMBERS.items()}
-        """The factors that the rate and the decay of each group contain."""
+        self._factors = {name: [group.get(table, 1.0) for group in declared] for name, (_, table) in NUMBERS.items()}
+        """For each number the factor that it contains in each group."""
         for _, table in NUMBERS.values():
             of_keys = {key: one.group[table] for key, one in enumerate(parameters) if table in one.group}
             setattr(optimizer, table, {**getattr(optimizer, table), **of_keys})
         self.param_groups: list[dict[str, Any]] = [] if given is None else given.param_groups
         for place, keys in enumerate(self._keys if given is None else ()):
-            numbers = {
-                word: getattr(optimizer, name) * self._factors[word][place] for word, (name, _) in NUMBERS.items()
-            }
             own = {word: number for word, number in declared[place].items() if word not in GROUP_ENTRIES}
-            members = [replica for key in keys for replica in parameters[key].replicas]
-            self.param_groups.append({**numbers, **words_of(optimizer), **own, "params": members})
+            own["params"] = [replica for key in keys for replica in parameters[key].replicas]
+            numbers = {
+                word: getattr(optimizer, name) * self._factors[name][place] for name, (word, _) in NUMBERS.items()
+            }
+            self.param_groups.append({**numbers, **words_of(optimizer), **own})
         self.read(anew=True)
         optimizer._set_groups = weakref.WeakMethod(self.set)
 
@@ -89,24 +90,27 @@ class ParamGroups:
     def read_numbers(self) -> None:
         """Give the optimizer the rate and decay of the groups: a number for all, and factors of keys."""
         live = self.optimizer
-        for number, (name, table) in NUMBERS.items():
-            if number == "lr" and live.lr_scheduler is not None:
+        for name, (word, table) in NUMBERS.items():
+            if name == "learning_rate" and live.lr_scheduler is not None:
                 continue
-            factors = self._factors[number]
-            values = [float(group[number]) for group in self.param_groups]
+            factors = self._factors[name]
+            values = [float(group[word]) for group in self.param_groups]
             bases = [value / factor for value, factor in zip(values, factors, strict=True) if factor]
             base = max(bases, default=0.0) or max(values)
             if not _is_same(base, getattr(live, name)):
                 live.change_here(name, base)
-            base, of_keys = getattr(live, name), getattr(live, table)
-            for place, (keys, value) in enumerate(zip(self._keys, values, strict=True)):
-                before, factor = factors[place], value / base if base else 0.0
-                if _is_same(base * before, value):
-                    continue
-                factors[place] = factor
-                # A key keeps the factor that the table gives it besides.
-                of_keys.update({key: of_keys.get(key, 1.0) / before * factor if before else factor for key in keys})
-                setattr(live, table, {key: factor for key, factor in of_keys.items() if factor != 1.0})
+            base = getattr(live, name)
+            for place, value in enumerate(values):
+                if not _is_same(base * factors[place], value):
+                    self._multiply(table, place, factors[place], value / base)
+                    factors[place] = value / base
+
+    def _multiply(self, table: str, place: int, before: float, factor: float) -> None:
+        """Let the keys of a group have another factor; they keep those that the table gives them besides."""
+        of_keys = {**getattr(self.optimizer, table)}
+        for key in self._keys[place]:
+            of_keys[key] = of_keys.get(key, 1.0) / before * factor if before else factor
+        setattr(self.optimizer, table, {key: factor for key, factor in of_keys.items() if factor != 1.0})
 
     def set(self, name: str, number: float) -> None:
         """Set the rate or the decay of all groups, before the optimizer gets it.
@@ -116,8 +120,8 @@ class ParamGroups:
             number: its new value, before the factors of the groups.
         """
         self.read_numbers()
-        (word,) = (word for word, (field, _) in NUMBERS.items() if field == name)
-        for group, factor in zip(self.param_groups, self._factors[word], strict=True):
+        word, _ = NUMBERS[name]
+        for group, factor in zip(self.param_groups, self._factors[name], strict=True):
             group[word] = number * factor
 
     def replace(self, numbers: Mapping[str, Any], tables: Mapping[str, Mapping[int, float]]) -> None:
@@ -130,15 +134,15 @@ class ParamGroups:
         live = self.optimizer
         for name, number in numbers.items():
             live.change_here(name, number)
-        for word, (name, table) in NUMBERS.items():
-            before, after, factors = getattr(live, table), tables[table], self._factors[word]
+        for name, (word, table) in NUMBERS.items():
+            before, factors = getattr(live, table), self._factors[name]
+            setattr(live, table, tables[table])
             for place, (keys, group) in enumerate(zip(self._keys, self.param_groups, strict=True)):
-                if keys:
-                    old, new = before.get(keys[0], 1.0), after.get(keys[0], 1.0)
-                    factors[place] = factors[place] / old * new if old else new
-                    group.update(words_of(live.for_key(keys[0])))
+                old, new = (factor.get(keys[0], 1.0) if keys else 1.0 for factor in (before, tables[table]))
+                factors[place] = factors[place] / old * new if old else new
                 group[word] = getattr(live, name) * factors[place]
-            setattr(live, table, after)
+        for keys, group in zip(self._keys, self.param_groups, strict=True):
+            group.update(words_of(live.for_key(keys[0]) if keys else live))
 
     def rekey(self, key_of: Mapping[int, int]) -> None:
         """Adopt new keys of the trainer's parameters.
@@ -193,7 +197,7 @@ class ParamGroups:
 def words_of(rule: Optimizer) -> dict[str, Any]:
     """The entries of a group, but for rate and decay, by torch's names: all numbers of a rule of torch, or momentum."""
     if isinstance(rule, TorchRule):
-        return {word: number for word, number in rule.words().items() if word not in NUMBERS}
+        return {word: number for word, number in rule.words().items() if word not in WORDS}
     live = vars(rule)
     if "momentum" in live:
         return {"momentum": live["momentum"]}

@@ -20,7 +20,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -52,20 +52,13 @@ TORCH_NAMES: Mapping[str, Mapping[str, str]] = {
 STEP, MASTER = "step", "master"
 
 
-class Steps(Protocol):
-    """The step function of a trainer."""
-
-    def __call__(self, *, skip: bool) -> None:
-        """Make a step, or with `skip` take part in a step without gradients."""
-
-
 class TorchOptimizer(torch.optim.Optimizer):
     """The result of `kvdist.Trainer.as_torch_optimizer`.
 
     Args:
         parameters: parameters of the trainer.
         groups: their groups.
-        take_step: makes a step.
+        take_step: makes a step; with True, takes part in a step without gradients.
         gather: returns the optimizer's state of each trained parameter.
         replace: replaces those states.
         overlaps: whether gradients leave during the backward pass.
@@ -82,7 +75,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self,
         parameters: Sequence[Parameter],
         groups: ParamGroups,
-        take_step: Steps,
+        take_step: Callable[[bool], None],
         gather: Callable[[], Sequence[SliceState | None]],
         replace: Callable[[Sequence[SliceState | None]], None],
         overlaps: bool,
@@ -169,7 +162,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         grads = [[replica.grad for replica in one.replicas if replica.grad is not None] for one in self._parameters]
         divide(grads, divisor)
         try:
-            self._take_step(skip=is_overflow)
+            self._take_step(is_overflow)
         except BaseException:
             # The scaler takes these away only after a step that went well, and would count them in at the next one.
             vars(self).pop("found_inf", None)

@@ -789,7 +789,7 @@ class Trainer:
             else:
                 self._start().skip()
 
-    def _step_of_torch(self, *, skip: bool) -> None:
+    def _step_of_torch(self, skip: bool) -> None:
         if skip:
             self._model.nonfinite_steps += 1
             self.skip_step()

@@ -1,5 +1,6 @@
 """`Trainer.as_torch_optimizer`: torch's own schedulers, scaler and habits work with it."""
 
+import copy
 import warnings
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.lr_scheduler import FactorScheduler
+from kvdist.optimizer import create
 from kvdist.training.trainer import Trainer
 from tests.cases import each
 
@@ -204,6 +206,35 @@ def test_factors_of_single_keys_last_when_a_group_changes():
     optimizer = trainer.as_torch_optimizer()
     optimizer.param_groups[0]["lr"] *= 0.5
     assert [round(trainer.optimizer.pushed_lr(key), 9) for key in (0, 1)] == [0.05, 0.5]
+
+
+def test_a_factor_of_a_key_lasts_when_a_schedule_writes_the_rate_of_its_group():
+    trainer = Trainer([nn.Parameter(torch.ones(1))], "sgd", {"learning_rate": 1.0}, kvstore=None)
+    group = trainer.as_torch_optimizer().param_groups[0]
+    trainer.optimizer.lr_mult[0] = 0.5
+    for rate in (1.0, 0.25):
+        group["lr"] = rate
+        assert trainer.optimizer.pushed_lr(0) == rate / 2 and group["lr"] == trainer.learning_rate == rate
+
+
+def test_gluons_spelling_writes_the_groups_also_through_an_optimizer_of_the_user():
+    net, chosen = network(), create("sgd", learning_rate=1.0, wd=0.5)
+    groups = [
+        {"params": list(layer.parameters()), "lr_mult": factor} for layer, factor in ((net[0], 2.0), (net[2], -3))
+    ]
+    trainer = Trainer(groups, chosen, kvstore=None)
+    shown = trainer.as_torch_optimizer().param_groups
+    assert [group["lr"] for group in shown] == [2.0, -3.0]
+    shown[0]["lr"], shown[1]["lr"] = 1.0, -1.5
+    chosen.wd = 0.25  # does not undo what the groups have got
+    assert [(group["lr"], group["weight_decay"]) for group in shown] == [(1.0, 0.25), (-1.5, 0.25)]
+    chosen.learning_rate = 0.1
+    assert [group["lr"] for group in shown] == [0.2, 0.1 * -3]
+    for made in (copy.copy(chosen), chosen.twin()):
+        made.learning_rate = 8.0
+    trainer.close()
+    chosen.learning_rate = 8.0  # the trainer's no more
+    assert [group["lr"] for group in shown] == [0.2, 0.1 * -3] and trainer.learning_rate == 8.0
 
 
 def test_a_rate_that_is_set_is_what_schedules_go_on_from():
