@@ -18,18 +18,14 @@ import zlib
 import numpy as np
 
 from kvdist.errors import KvdistError
-from kvdist.kernels.interface import Array
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.checkpoints import gather
 from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer, numbers_of
 from kvdist.schema import Value
-from kvdist.training.param_groups import ParamGroups
+from kvdist.training.param_groups import NUMBERS, ParamGroups
 
 STATE = NamedKey(0, "who makes the next step within trainer.join()")
-NUMBERS = NamedKey(1, "the optimizer's numbers within trainer.join()")
-
-RULE_BYTES = 4096
-"""Length of the longest rule as JSON: some twenty short numbers, and a text of `TEXT_BYTES_MAX`, escaped."""
 
 
 class NextStep(enum.IntEnum):
@@ -59,9 +55,9 @@ class Join:
         self._has_ended = False
         if groups is not None:
             said = ", ".join(f"{name} {value!r}" for name, value in _rule_of(groups.optimizer).items() if value)
-            digest = zlib.crc32(self._numbers(groups.optimizer).tobytes())
+            digest = zlib.crc32(self._numbers(groups.optimizer))
             store.agree(f"begins trainer.join() with {said}, and numbers of the digest {digest:08x} in all")
-        store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(RULE_BYTES + 2 * keys)])
+        store.init(STATE, np.zeros(store.num_workers))
 
     def meet(self, part: NextStep) -> bool:
         """Exchange the states of all workers before the next step.
@@ -97,26 +93,22 @@ class Join:
             with contextlib.suppress(KvdistError):  # the error that is on its way says more
                 self.meet(NextStep.LEFT)
 
-    def _numbers(self, live: Optimizer) -> Array:
-        """The bytes of the rule in JSON, and the multipliers of each key."""
-        rule = json.dumps(_rule_of(live)).encode().ljust(RULE_BYTES)
-        tables = [[table.get(key, 1.0) for key in range(self._keys)] for table in (live.lr_mult, live.wd_mult)]
-        return np.array([*rule, *tables[0], *tables[1]], np.float64)
+    def _numbers(self, live: Optimizer) -> bytes:
+        """The numbers of the rule, and the factors of each key, as JSON."""
+        tables = {
+            name: [getattr(live, name).get(key, 1.0) for key in range(self._keys)] for _, name in NUMBERS.values()
+        }
+        return json.dumps([_rule_of(live), tables]).encode()
 
     def _share_numbers(self, groups: ParamGroups, root: int, takes: bool) -> None:
-        numbers = self._numbers(groups.optimizer)
-        self._store.pushpull(NUMBERS, numbers.copy() if self._store.rank == root else None, out=numbers)
-        if takes:
-            rule, *tables = np.split(numbers, [RULE_BYTES, RULE_BYTES + self._keys])
-            factors = [_factors(table.tolist()) for table in tables]
-            named = dict(zip(("lr_mult", "wd_mult"), factors, strict=True))
-            groups.replace(json.loads(rule.astype(np.uint8).tobytes()), named)
+        """Send the numbers of the worker `root` to all workers; those that are done take them."""
+        is_root = self._store.rank == root
+        numbers = gather(self._store._backend, self._numbers(groups.optimizer) if is_root else b"").get(root)
+        if takes and numbers is not None:
+            rule, tables = json.loads(numbers)
+            groups.replace(rule, {name: dict(enumerate(factors)) for name, factors in tables.items()})
 
 
 def _rule_of(live: Optimizer) -> dict[str, Value]:
     """Numbers of the optimizer, without multipliers, that must be equal for workers to make equal updates."""
     return {name: vars(live)[name] for name in numbers_of(type(live)) if name != "rescale_grad"}
-
-
-def _factors(table: list[float]) -> dict[int, float]:
-    return {key: factor for key, factor in enumerate(table) if factor != 1.0}

@@ -136,7 +136,7 @@ class ParamGroups:
             live.change_here(name, number)
         for name, (word, table) in NUMBERS.items():
             before, factors = getattr(live, table), self._factors[name]
-            setattr(live, table, tables[table])
+            setattr(live, table, {key: factor for key, factor in tables[table].items() if factor != 1.0})
             for place, (keys, group) in enumerate(zip(self._keys, self.param_groups, strict=True)):
                 old, new = (factor.get(keys[0], 1.0) if keys else 1.0 for factor in (before, tables[table]))
                 factors[place] = factors[place] / old * new if old else new
@@ -229,18 +229,17 @@ def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer
         ValueError: the optimizer has other parameters than the trainer.
     """
     key_of = {id(one.replicas[0]): key for key, one in enumerate(parameters)}
-    members = [[key_of.get(id(tensor)) for tensor in group["params"]] for group in given.param_groups]
-    keys = [[key for key in group if key is not None] for group in members]
-    if any(key is None for group in members for key in group):
+    members = [[key_of.get(id(tensor), -1) for tensor in group["params"]] for group in given.param_groups]
+    if any(-1 in keys for keys in members):
         raise ValueError("the optimizer has parameters that the Trainer has not: give both the same, net.parameters()")
-    grouped_keys = {key for group in keys for key in group}
-    left = [one.label for key, one in enumerate(parameters) if one.trained and key not in grouped_keys]
+    present = {key for keys in members for key in keys}
+    left = [one.label for key, one in enumerate(parameters) if one.trained and key not in present]
     if left:
         raise ValueError(
             f"{', '.join(left[:3])} is trained, and the optimizer has it not: give both the same parameters, or freeze"
             " it by requires_grad_(False)"
         )
-    return keys
+    return members
 
 
 def _refuse_hooks(given: torch.optim.Optimizer) -> None:
