@@ -184,7 +184,7 @@ def _some(names: list[str]) -> str:
 
 
 def refuse_nonfinite(
-    trained: Sequence[tuple[int, Parameter]],
+    trained: Sequence[Parameter],
     grads: Sequence[Sequence[torch.Tensor] | None],
     rank: int,
     devices: Devices,
@@ -192,7 +192,7 @@ def refuse_nonfinite(
     """Refuse gradients that are not finite, in a single pass over their bytes and a single wait for each GPU.
 
     Args:
-        trained: keys and parameters.
+        trained: the trained parameters.
         grads: for each parameter its gradients, a tensor per device.
         rank: rank of this worker, for the message.
         devices: the GPUs that are used.
@@ -202,7 +202,7 @@ def refuse_nonfinite(
     """
     if _all_on_gpus_finite([grad for given in grads for grad in given or ()], devices):
         return
-    for (_, parameter), given in zip(trained, grads, strict=True):
+    for parameter, given in zip(trained, grads, strict=True):
         for grad in given or ():
             if not bool(grad.isfinite().all()):
                 nan = int(grad.isnan().sum())

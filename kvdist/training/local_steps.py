@@ -72,7 +72,7 @@ class PolicySteps(StoreSteps):
     def __init__(self, model: Model, feed: Feed, store: KVStore) -> None:
         super().__init__(model, feed, store)
         self._backend = cast(DistBackend, store._backend)
-        self._weights = [parameter.replicas[0].detach() for _, parameter in model.trained]
+        self._weights = [parameter.replicas[0].detach() for parameter in model.trained]
         self._known: list[tuple[int, int]] = []
         """Rounds and `Trainer.version` after them, where the version does not follow from the rounds."""
         self._before = [weight.clone() for weight in self._weights] if self.keeps_weights else []
@@ -181,7 +181,7 @@ class PolicySteps(StoreSteps):
     def _push(self, grads: Grads, average: Average, samples: int, which: Sequence[int] | None = None) -> None:
         """Push for some trained parameters, by their positions, or for all, and take their new weights."""
         trained = self._model.trained if which is None else [self._model.trained[position] for position in which]
-        keys, weights = [key for key, _ in trained], [parameter.replicas for _, parameter in trained]
+        keys, weights = [parameter.key for parameter in trained], [parameter.replicas for parameter in trained]
         self._store.pushpull(keys, grads, out=weights, average=average, samples=samples)
 
     def _begin_push(
@@ -260,7 +260,7 @@ class OuterSteps(PolicySteps):
     def __init__(self, policy: LocalSteps, model: Model, feed: Feed, store: KVStore) -> None:
         self.every = policy.every
         self._delay = policy.steps_until_answer
-        sizes = [parameter.replicas[0].nbytes for _, parameter in model.trained]
+        sizes = [parameter.replicas[0].nbytes for parameter in model.trained]
         self._fragments = [Fragment(places) for places in split_evenly(sizes, policy.fragments)]
         self.counted = [one.places[0] for one in self._fragments]
         self._times = [policy.every * number // policy.fragments for number in range(1, policy.fragments + 1)]

@@ -61,6 +61,7 @@ class Model:
         """Updates in the weights of this process, those before a loaded checkpoint included."""
         self.samples = 0
         """Examples in the weights of this process, where no server counts them."""
+        self._assign_keys()
         self.groups = ParamGroups(parameters, optimizer, given)
         """The hyper-parameters of the next step."""
         self.shared: SharedWeights | None = None
@@ -71,14 +72,15 @@ class Model:
         """Rank of this worker, for messages."""
         self._rejects_nonfinite = rejects_nonfinite
         self._has_warned = False
-        self._assign_keys()
 
     def _assign_keys(self) -> None:
         """Let the position of each parameter be its key."""
+        for key, parameter in enumerate(self.parameters):
+            parameter.key = key
         self.local = LocalUpdate(self.optimizer, self.parameters)
-        self.trained = [(key, one) for key, one in enumerate(self.parameters) if one.trained]
+        self.trained = [one for one in self.parameters if one.trained]
         self._untrained = [one for one in self.parameters if not one.trained]
-        self.watch = Watch([parameter for _, parameter in self.trained])
+        self.watch = Watch(self.trained)
 
     def match_names(self, store: KVStore) -> str:
         """Give parameters with names the keys that they have on worker 0, whatever their order is.
@@ -98,10 +100,10 @@ class Model:
         if order == sorted(order):
             return "by their names, "
         key_of = {place: key for key, place in enumerate(order)}
-        states = {id(one): state for (_, one), state in zip(self.trained, self.loaded_states, strict=True)}
+        states = {id(one): state for one, state in zip(self.trained, self.loaded_states, strict=True)}
         self.parameters[:] = [self.parameters[place] for place in order]
         self._assign_keys()
-        self.loaded_states = [states[id(one)] for _, one in self.trained]
+        self.loaded_states = [states[id(one)] for one in self.trained]
         self.groups.rekey(key_of)
         return "by their names, "
 
@@ -149,7 +151,7 @@ class Model:
             " it was called, the parameters were replaced after the Trainer was created (a new layer, weight_norm,"
             " load_state_dict(assign=True)): create it later. A worker without examples calls skip_step()",
             len(self.trained),
-            self.trained[0][1].label,
+            self.trained[0].label,
         )
 
     # The update in this process.
@@ -176,9 +178,9 @@ class Model:
         members = [one for one, is_applied in zip(self.trained, has_grad, strict=True) if is_applied]
         with self.rescaled(divisor):
             if self.clip_norm is not None:
-                self._clip([parameter for _, parameter in members], self.clip_norm)
+                self._clip(members, self.clip_norm)
             self.local.apply(members)
-        for _, parameter in self.trained:
+        for parameter in self.trained:
             parameter.drop_filled()
         self.updates += counts
         self.samples += samples

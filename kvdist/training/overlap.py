@@ -64,7 +64,7 @@ class OverlappedSteps(StoreSteps):
         model = self._model
         model.groups.read()
         model.refuse_untrained()
-        model.warn_without(any(one.has_grad for _, one in model.trained))
+        model.warn_without(any(one.has_grad for one in model.trained))
         stale = model.watch.left_out(Stale.USE if call.on_stale is Stale.USE else Stale.LEAVE_OUT)
         changed = model.watch.changed()
         try:
@@ -149,11 +149,11 @@ class Overlap(GradientBuckets):
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
         trained = model.trained
-        names = [parameter.label for _, parameter in trained]
+        names = [parameter.label for parameter in trained]
         # Servers match pushes by keys. Other stores may match sums by their order, and a worker whose pass leaves out a
         # layer must not send the layers after it first.
         in_order = self._store.type not in DIST_NAMES
-        super().__init__(names, [parameter.replicas for _, parameter in trained], bucket_bytes, in_order=in_order)
+        super().__init__(names, [parameter.replicas for parameter in trained], bucket_bytes, in_order=in_order)
 
     def begin(self) -> None:
         """Begin a step with the current hyper-parameters."""
@@ -165,18 +165,18 @@ class Overlap(GradientBuckets):
     def start(self, bucket: Bucket) -> None:
         """Send a bucket's gradients without waiting."""
         members = [self._model.trained[member] for member in bucket.members]
-        left_out = {self._model.trained[member][0] for member in bucket.members if member in self._left_out}
-        self._had.update(key for key, one in members if key not in left_out and one.grads() is not None)
+        left_out = {self._model.trained[member].key for member in bucket.members if member in self._left_out}
+        self._had.update(one.key for one in members if one.key not in left_out and one.grads() is not None)
         if self._sent is None:
             members = self._with_somewhere_to_go(members, left_out)
             left_out = set()
         if not members:
             return
-        keys = [key for key, _ in members]
-        grads = [None if key in left_out else parameter.grads() for key, parameter in members]
+        keys = [parameter.key for parameter in members]
+        grads = [None if parameter.key in left_out else parameter.grads() for parameter in members]
         send = self._store.pushpull_async if self._sent is None else self._store.push_async
         self._under_way.append(send(keys, grads, priority=bucket.priority, average=True, samples=self._feed.unused))
-        self._watch([parameter for _, parameter in members])
+        self._watch(members)
 
     def finish(self, left_out: frozenset[int] = frozenset()) -> list[bool]:
         """Send the remaining buckets and wait until the new weights, or the sums, are in place.
@@ -219,7 +219,7 @@ class Overlap(GradientBuckets):
         given, self.examples = had, self._feed.unused
         if vote is not None and self.ballot is not None:
             given, self.examples = self.ballot.read(vote)[0], self.ballot.examples(vote)
-        for (_, parameter), is_given in zip(self._model.trained, given, strict=True):
+        for parameter, is_given in zip(self._model.trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
         if vote is not None and self.ballot is not None:
@@ -228,22 +228,20 @@ class Overlap(GradientBuckets):
 
     def _vote(self) -> tuple[list[bool], NDArray[np.float32] | None]:
         """Which gradients this worker has; and the ballot that was sent, which becomes that of all workers."""
-        had = [key in self._had for key, _ in self._model.trained]
+        had = [parameter.key in self._had for parameter in self._model.trained]
         if self.ballot is None:
             return had, None
         vote = self.ballot.cast(had, average=True, examples=self._feed.unused)
         self._under_way.append(self._store.pushpull_async([self.ballot.key], [vote], average=True))
         return had, vote
 
-    def _with_somewhere_to_go(
-        self, members: list[tuple[int, Parameter]], left_out: set[int]
-    ) -> list[tuple[int, Parameter]]:
+    def _with_somewhere_to_go(self, members: list[Parameter], left_out: set[int]) -> list[Parameter]:
         """The members to sum: on a cluster all, because others may have a gradient that this worker lacks."""
         if self._store.num_workers == 1:
-            members = [(key, one) for key, one in members if one.grads() is not None and key not in left_out]
-        for key, parameter in members:
+            members = [one for one in members if one.grads() is not None and one.key not in left_out]
+        for parameter in members:
             parameter.fill_grads()
-            if key in left_out:
+            if parameter.key in left_out:
                 for grad in parameter.grads() or ():
                     grad.zero_()
         return members
@@ -251,8 +249,8 @@ class Overlap(GradientBuckets):
     def _pull(self, bucket: Bucket) -> Future[Any]:
         # The same list of keys as the push, so both share a plan, here and on the servers.
         members = [self._model.trained[member] for member in bucket.members]
-        weights = [parameter.replicas for _, parameter in members]
-        return self._store.pull_async([key for key, _ in members], weights, bucket.priority)
+        weights = [parameter.replicas for parameter in members]
+        return self._store.pull_async([parameter.key for parameter in members], weights, bucket.priority)
 
     def _watch(self, parameters: Sequence[Parameter]) -> None:
         for parameter in parameters:

@@ -52,17 +52,17 @@ class ParamGroups:
         """Optimizers of torch's class that have these groups."""
         self.updates_here = True
         """Whether the weights are updated in this process; the trainer's first step decides."""
-        self._keys = _keys_by_group(parameters) if given is None else _keys_of_given(parameters, given)
-        declared = [parameters[keys[0]].group if keys else {} for keys in self._keys]
+        self._members = _members_by_group(parameters) if given is None else _members_of_given(parameters, given)
+        declared = [members[0].group if members else {} for members in self._members]
         self._factors = {name: [group.get(table, 1.0) for group in declared] for name, (_, table) in NUMBERS.items()}
         """For each number the factor that it contains in each group."""
         for _, table in NUMBERS.values():
-            of_keys = {key: one.group[table] for key, one in enumerate(parameters) if table in one.group}
+            of_keys = {one.key: one.group[table] for one in parameters if table in one.group}
             setattr(optimizer, table, {**getattr(optimizer, table), **of_keys})
         self.param_groups: list[dict[str, Any]] = [] if given is None else given.param_groups
-        for place, keys in enumerate(self._keys if given is None else ()):
+        for place, members in enumerate(self._members if given is None else ()):
             own = {word: number for word, number in declared[place].items() if word not in GROUP_ENTRIES}
-            own["params"] = [replica for key in keys for replica in parameters[key].replicas]
+            own["params"] = [replica for one in members for replica in one.replicas]
             numbers = {
                 word: getattr(optimizer, name) * self._factors[name][place] for name, (word, _) in NUMBERS.items()
             }
@@ -108,8 +108,8 @@ class ParamGroups:
     def _multiply(self, table: str, place: int, before: float, factor: float) -> None:
         """Let the keys of a group have another factor; they keep those that the table gives them besides."""
         of_keys = {**getattr(self.optimizer, table)}
-        for key in self._keys[place]:
-            of_keys[key] = of_keys.get(key, 1.0) / before * factor if before else factor
+        for one in self._members[place]:
+            of_keys[one.key] = of_keys.get(one.key, 1.0) / before * factor if before else factor
         setattr(self.optimizer, table, {key: factor for key, factor in of_keys.items() if factor != 1.0})
 
     def set(self, name: str, number: float) -> None:
@@ -137,37 +137,42 @@ class ParamGroups:
         for name, (word, table) in NUMBERS.items():
             before, factors = getattr(live, table), self._factors[name]
             setattr(live, table, {key: factor for key, factor in tables[table].items() if factor != 1.0})
-            for place, (keys, group) in enumerate(zip(self._keys, self.param_groups, strict=True)):
-                old, new = (factor.get(keys[0], 1.0) if keys else 1.0 for factor in (before, tables[table]))
+            for place, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
+                old, new = (of.get(members[0].key, 1.0) if members else 1.0 for of in (before, tables[table]))
                 factors[place] = factors[place] / old * new if old else new
                 group[word] = getattr(live, name) * factors[place]
-        for keys, group in zip(self._keys, self.param_groups, strict=True):
-            group.update(words_of(live.for_key(keys[0]) if keys else live))
+        for group, words in zip(self.param_groups, self._words(), strict=True):
+            group.update(words)
 
     def rekey(self, key_of: Mapping[int, int]) -> None:
-        """Adopt new keys of the trainer's parameters.
+        """Let the factors of the optimizer follow new keys of the parameters.
 
         Args:
             key_of: old key → new key.
         """
-        self._keys = [[key_of[key] for key in keys] for keys in self._keys]
         for _, table in NUMBERS.values():
             factors = getattr(self.optimizer, table)
             setattr(self.optimizer, table, {key_of.get(key, key): factor for key, factor in factors.items()})
         self.read(anew=True)
 
+    def _words(self) -> list[dict[str, Any]]:
+        """For each group the optimizer's numbers but rate and decay, by torch's names."""
+        return [words_of(self.optimizer.for_key(of[0].key) if of else self.optimizer) for of in self._members]
+
     def _read_rule(self, anew: bool) -> None:
         """Give the optimizer the other numbers of the groups."""
         live = self.optimizer
-        if len(self.param_groups) != len(self._keys):
+        if len(self.param_groups) != len(self._members):
             raise ValueError("a parameter group was added after the Trainer was made; make another Trainer with all")
-        present = [words_of(live.for_key(keys[0]) if keys else live) for keys in self._keys]
+        present = self._words()
         wanted = [_words_in(group, words) for group, words in zip(self.param_groups, present, strict=True)]
         if wanted == present and not anew:
             return
         fields: dict[str, Any] = TorchRule.arguments(wanted[0])
         if isinstance(live, TorchRule):
-            fields = grouped(type(live), list(zip(self._keys, wanted, strict=True)))
+            fields = grouped(
+                type(live), [([one.key for one in of], words) for of, words in zip(self._members, wanted, strict=True)]
+            )
         elif any(words != wanted[0] for words in wanted):
             raise ValueError(f"{', '.join(wanted[0])} is different in {wanted}; a trainer needs the same in all groups")
         changed = {name: number for name, number in fields.items() if vars(live)[name] != number}
@@ -214,32 +219,32 @@ def _is_same(number: float, other: float) -> bool:
     return math.isclose(number, other, rel_tol=1e-12)  # quotients and products of factors are rounded
 
 
-def _keys_by_group(parameters: Sequence[Parameter]) -> list[list[int]]:
-    """The keys of each group of the Trainer's argument."""
-    by_group: dict[int, list[int]] = {}
-    for key, parameter in enumerate(parameters):
-        by_group.setdefault(id(parameter.group), []).append(key)
+def _members_by_group(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The parameters of each group of the Trainer's argument."""
+    by_group: dict[int, list[Parameter]] = {}
+    for parameter in parameters:
+        by_group.setdefault(id(parameter.group), []).append(parameter)
     return list(by_group.values())
 
 
-def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer) -> list[list[int]]:
-    """The keys of each group of an optimizer of torch.
+def _members_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer) -> list[list[Parameter]]:
+    """The parameters of each group of an optimizer of torch.
 
     Raises:
         ValueError: the optimizer has other parameters than the trainer.
     """
-    key_of = {id(one.replicas[0]): key for key, one in enumerate(parameters)}
-    members = [[key_of.get(id(tensor), -1) for tensor in group["params"]] for group in given.param_groups]
-    if any(-1 in keys for keys in members):
+    known = {id(one.replicas[0]): one for one in parameters}
+    groups = [[id(tensor) for tensor in group["params"]] for group in given.param_groups]
+    present = {tensor for group in groups for tensor in group}
+    if not present <= known.keys():
         raise ValueError("the optimizer has parameters that the Trainer has not: give both the same, net.parameters()")
-    present = {key for keys in members for key in keys}
-    left = [one.label for key, one in enumerate(parameters) if one.trained and key not in present]
+    left = [one.label for tensor, one in known.items() if one.trained and tensor not in present]
     if left:
         raise ValueError(
             f"{', '.join(left[:3])} is trained, and the optimizer has it not: give both the same parameters, or freeze"
             " it by requires_grad_(False)"
         )
-    return members
+    return [[known[tensor] for tensor in group] for group in groups]
 
 
 def _refuse_hooks(given: torch.optim.Optimizer) -> None:

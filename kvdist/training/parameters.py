@@ -32,7 +32,7 @@ _GROUP_ADVICE = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Parameter:
     """A parameter: its replicas, and whether it is trained or only kept equal to the value of rank 0."""
 
@@ -43,6 +43,8 @@ class Parameter:
     replicas: list[torch.Tensor]
     trained: bool
     group: Mapping[str, Any]
+    key: int = 0
+    """Position among all parameters of the trainer; with names, among those of rank 0 once the workers have met."""
     _filled: list[torch.Tensor] = field(default_factory=list)
     """Replicas whose gradients are zeros from `fill_grads`."""
 
@@ -150,7 +152,7 @@ def require_shapes(parameters: Sequence[Parameter]) -> None:
 
 def named_keys(parameters: Sequence[Parameter]) -> list[NamedKey]:
     """The keys of all parameters, with their names for messages."""
-    return [NamedKey(key, parameter.label) for key, parameter in enumerate(parameters)]
+    return [NamedKey(parameter.key, parameter.label) for parameter in parameters]
 
 
 def identities(parameters: Sequence[Parameter]) -> NDArray[np.uint8] | None:

@@ -256,7 +256,7 @@ class StoreSteps(Steps):
     def __init__(self, model: Model, feed: Feed, store: KVStore | Adapted) -> None:
         super().__init__(model, feed)
         self._store = store
-        self._keys = [key for key, _ in model.trained]
+        self._keys = [parameter.key for parameter in model.trained]
 
     def broadcast(self) -> None:
         self.settle()
@@ -295,7 +295,7 @@ class ServerSteps(StoreSteps):
 
     def _push(self, grads: Grads, average: Average, samples: int) -> None:
         model, store = self._model, self._store
-        weights = [parameter.replicas for _, parameter in model.trained]
+        weights = [parameter.replicas for parameter in model.trained]
         try:
             if model.clip_norm is None and model.shared is None:
                 store.pushpull(self._keys, grads, out=weights, average=average, samples=samples)
@@ -399,7 +399,7 @@ class WorkerSteps(StoreSteps):
         vote = self._ballot.cast(here, average and not is_weighted, is_weighted, samples)
         self._exchange(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
         given, (averaging, summing, weighing) = self._ballot.read(vote)
-        for (_, parameter), is_given in zip(self._model.trained, given, strict=True):
+        for parameter, is_given in zip(self._model.trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
         self._ballot.require_equal_numbers(vote)
@@ -410,7 +410,7 @@ class WorkerSteps(StoreSteps):
                     "some workers called step(samples=n), which weighs their gradients, and others step() or"
                     " step(batch_size): call the same on all workers"
                 )
-            scale([parameter for _, parameter in self._model.trained], 1 / (self._examples * self._ballot.share(vote)))
+            scale(self._model.trained, 1 / (self._examples * self._ballot.share(vote)))
         if averaging and summing and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
             raise ValueError(
                 "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
@@ -423,11 +423,11 @@ class WorkerSteps(StoreSteps):
     ) -> None:
         """Sum the gradients at these positions, and a vote: its key and its array."""
         members = [self._model.trained[position] for position in positions]
-        for _, parameter in members:
+        for parameter in members:
             parameter.fill_grads()
-        keys = [key for key, _ in members]
+        keys = [parameter.key for parameter in members]
         given = [grads[position] for position in positions]
-        places = [parameter.grads() or [] for _, parameter in members]
+        places = [parameter.grads() or [] for parameter in members]
         if vote is not None:
             key, ballot = vote
             keys, given, places = [*keys, key], [*given, [ballot]], [*places, [ballot]]

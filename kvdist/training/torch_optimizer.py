@@ -187,8 +187,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             NotImplementedError: the store is a custom store.
         """
         of_torch = {
-            one.replicas[0]: self._to_torch(key, one, state)
-            for (_, key, one), state in zip(self._trained(), self._gather(), strict=True)
+            one.replicas[0]: self._to_torch(one, state)
+            for (_, one), state in zip(self._trained(), self._gather(), strict=True)
             if state is not None
         }
         self.state = defaultdict(dict, of_torch)
@@ -217,12 +217,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.param_groups = self._groups.param_groups
         self._replace(states)
 
-    def _trained(self) -> list[tuple[int, int, Parameter]]:
-        """The parameters that have states: index in a state of torch, key, and parameter."""
+    def _trained(self) -> list[tuple[int, Parameter]]:
+        """The parameters that have states, by their index in a state of torch."""
         tensors = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         index_of = {id(tensor): index for index, tensor in enumerate(tensors)}
-        trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
-        return [(index_of[id(one.replicas[0])], key, one) for key, one in trained]
+        return [(index_of[id(one.replicas[0])], one) for one in self._parameters if one.trained]
 
     def _names(self) -> tuple[list[str], list[str]]:
         """Torch's names of the arrays and of the numbers of a state."""
@@ -230,9 +229,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         arrays, numbers = self._live.state_names, self._live.initial_scalars
         return [names.get(name, name) for name in arrays], [names.get(name, name) for name in numbers]
 
-    def _to_torch(self, key: int, parameter: Parameter, state: SliceState) -> dict[str, torch.Tensor]:
+    def _to_torch(self, parameter: Parameter, state: SliceState) -> dict[str, torch.Tensor]:
         names, numbers = self._names()
-        rule = self._live.for_key(key)
+        rule = self._live.for_key(parameter.key)
         own = rule.own_states if isinstance(rule, TorchRule) else names
         shape = parameter.replicas[0].shape
         of_torch = {STEP: torch.tensor(float(state.count), dtype=torch.float64, device="cpu")}
@@ -247,7 +246,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _from_torch(self, of_torch: Mapping[Any, Any]) -> list[SliceState | None]:
         trained = self._trained()
-        others = of_torch.keys() - {index for index, _, _ in trained}
+        others = of_torch.keys() - {index for index, _ in trained}
         if others:
             raise ValueError(
                 f"the state has {len(of_torch)} parameters, but this optimizer trains {len(trained)}, without"
@@ -259,13 +258,13 @@ class TorchOptimizer(torch.optim.Optimizer):
                 " worker, with torch.optim.swa_utils.AveragedModel"
             )
             of_torch = {i: {name: one[name] for name in one if name != DROPPED_STATE} for i, one in of_torch.items()}
-        return [self._of_one(key, one, of_torch[i]) if i in of_torch else None for i, key, one in trained]
+        return [self._of_one(one, of_torch[i]) if i in of_torch else None for i, one in trained]
 
-    def _of_one(self, key: int, parameter: Parameter, of_torch: Mapping[str, Any]) -> SliceState | None:
+    def _of_one(self, parameter: Parameter, of_torch: Mapping[str, Any]) -> SliceState | None:
         shape, dtype = values.describe(parameter.replicas[0])
         weight = np.zeros(math.prod(shape), dtype.storage)
         fresh = SliceState.fresh(self._live, weight, dtype, Extent(0, shape), REFERENCE)
-        expected = self._to_torch(key, parameter, fresh)
+        expected = self._to_torch(parameter, fresh)
         if self._live.name == "torch.sgd" and STEP not in of_torch:  # torch does not count the steps of SGD
             of_torch = {STEP: 0.0 if of_torch.get("momentum_buffer") is None else 1.0, **of_torch}
             of_torch = {name: value for name, value in of_torch.items() if value is not None}

@@ -632,7 +632,7 @@ class Trainer:
     @property
     def _counted_keys(self) -> list[int]:
         """Keys of which servers count examples: a parameter of each part that is exchanged by itself."""
-        return [self._model.trained[position][0] for position in self._start().counted]
+        return [self._model.trained[position].key for position in self._start().counted]
 
     @property
     def samples_dropped(self) -> int:
@@ -730,7 +730,7 @@ class Trainer:
         if on_server:
             used.set_optimizer(sent if outer is None else outer)
         if self._shares and on_server:
-            model.shared = SharedWeights([parameter for _, parameter in model.trained])
+            model.shared = SharedWeights(model.trained)
         self._has_keys = True  # or some, if this fails
         if isinstance(used, KVStore) and policy is not None:
             return steps_of_policy(policy, model, feed, used)
@@ -753,7 +753,7 @@ class Trainer:
         """The optimizer's state of each trained parameter; not a collective call."""
         if self._steps is None:
             return self._model.loaded_states
-        return self._state("state_dict").states([key for key, _ in self._model.trained])
+        return self._state("state_dict").states([one.key for one in self._model.trained])
 
     def _load_optimizer_states(self, states: Sequence[SliceState | None]) -> None:
         """Load states: at the first step, or after it as soon as every worker has called this."""
@@ -767,7 +767,7 @@ class Trainer:
         self._replace_states(states)
 
     def _replace_states(self, states: Sequence[SliceState | None]) -> None:
-        self._state("load_state_dict").replace_states([key for key, _ in self._model.trained], states)
+        self._state("load_state_dict").replace_states([one.key for one in self._model.trained], states)
 
     # A step.
 

@@ -142,7 +142,7 @@ class TrainingState:
 
     @property
     def _names(self) -> dict[int | str, str]:
-        return {key: parameter.name for key, parameter in enumerate(self._parameters)}
+        return {parameter.key: parameter.name for parameter in self._parameters}
 
     def _files(self) -> WorkerSaving:
         """Return the checkpoints of the workers, if the store is open and no push has failed unread."""
@@ -152,10 +152,10 @@ class TrainingState:
 
     def _held(self) -> list[HeldArray]:
         held = []
-        for key, parameter in enumerate(self._parameters):
+        for parameter in self._parameters:
             given = parameter.carried[0]
             shape, dtype = values.describe(given)
-            held.append(HeldArray(key, shape, dtype, values.read_bits(given), self._samples))
+            held.append(HeldArray(parameter.key, shape, dtype, values.read_bits(given), self._samples))
         return held
 
     def _load_here(self, job: LoadJob) -> Checkpoint:

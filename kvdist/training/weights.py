@@ -107,20 +107,17 @@ class LocalUpdate:
             for other in self._updaters[1:]:
                 other.restore(key, None if state is None else state.copy())
 
-    def apply(self, parameters: Iterable[tuple[int, Parameter]]) -> None:
+    def apply(self, parameters: Iterable[Parameter]) -> None:
         """Update every replica that has a gradient, in place.
-
-        Args:
-            parameters: pairs of key and parameter.
 
         Raises:
             TypeError, ValueError: a gradient does not fit its weight.
             DeviceError: the optimizer cannot run on a weight's GPU.
         """
-        for key, parameter in parameters:
+        for parameter in parameters:
             for updaters, replica in zip(self._updaters, parameter.replicas, strict=True):
                 if replica.grad is not None:
-                    self._update(updaters, key, replica, replica.grad)
+                    self._update(updaters, parameter.key, replica, replica.grad)
 
     def _home(self, place: int) -> Callable[[Hashable], Device | None]:
         def home(key: Hashable) -> Device | None:
