@@ -174,7 +174,6 @@ class Model:
             samples: examples of these gradients; 0 if that is not known.
             counts: whether this is an update of `version`.
         """
-        self.groups.read()
         members = [one for one, is_applied in zip(self.trained, has_grad, strict=True) if is_applied]
         with self.rescaled(divisor):
             if self.clip_norm is not None:

@@ -149,7 +149,6 @@ class Steps(abc.ABC):
     def meet(self) -> None:
         """Within `Trainer.join`, announce a step of this worker; no error of its call is raised after that."""
         if self.join is not None:
-            self._model.groups.read()
             self.join.meet(NextStep.STEPS)
 
     def broadcast(self) -> None:  # noqa: B027  # without a store nobody else has weights
@@ -176,6 +175,7 @@ class Steps(abc.ABC):
     def _update(self, call: StepCall, is_summed: Sequence[bool] | None, samples: int) -> None:
         """Update with all gradients, or with those that any worker had in `sum_gradients`."""
         model = self._model
+        model.groups.read()
         grads = model.watch.grads(call.on_stale)
         model.warn_without(any(grads))
         has_grad = [grad is not None for grad in grads]
@@ -239,7 +239,7 @@ class AloneSteps(Steps):
         self._model.watch.note_grads()
 
     def sum_gradients(self, average: bool, on_stale: Stale) -> None:
-        self._model.groups.read()
+        """There is nothing to sum."""
 
     def update(self, call: StepCall) -> None:
         self._update(call, None, self._feed.examples_of(call.batch_size, call.samples))

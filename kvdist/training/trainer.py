@@ -281,6 +281,7 @@ class Trainer:
             RuntimeError: ``overlap=True`` has already sent gradients.
         """
         steps = self._start()
+        self._model.groups.read()  # those of the step that the others make
         self._model.require_unchanged()
         steps.meet()
         self._skip_step()

@@ -784,6 +784,19 @@ def test_a_step_that_the_scaler_skips_on_one_worker_stops_nobody(store):
         same(weight, [wanted])
 
 
+@two.each("servers", "workers")
+def test_who_skips_a_step_makes_it_by_the_schedule_of_the_others(word, store):
+    weight = parameter([0.0])
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=word == "servers")
+    schedule = torch.optim.lr_scheduler.StepLR(trainer.as_torch_optimizer(), 1, 0.5)
+    for number, total in enumerate((-1, -1.5, -1.625, -1.75)):
+        weight.grad = None
+        give(weight, [1.0])
+        trainer.skip_step() if number == 2 and store.rank else trainer.step()
+        schedule.step()
+        same(weight, [total])
+
+
 NAMES = {
     "sgd": {"momentum_buffer"}, "nag": {"momentum_buffer"}, "adam": {"exp_avg", "exp_avg_sq"},
     "adamw": {"exp_avg", "exp_avg_sq"}, "nadam": {"exp_avg", "exp_avg_sq", "mu_product"},
