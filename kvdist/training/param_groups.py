@@ -95,7 +95,7 @@ class ParamGroups:
                 continue
             factors = self._factors[name]
             values = [float(group[word]) for group in self.param_groups]
-            if all(map(_is_same, values, [getattr(live, name) * factor for factor in factors])):
+            if values == [getattr(live, name) * factor for factor in factors]:
                 continue
             bases = [value / factor for value, factor in zip(values, factors, strict=True) if factor]
             base = max(bases, default=0.0) or max(values)
