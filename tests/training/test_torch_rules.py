@@ -361,6 +361,20 @@ def test_groups_with_unknown_numbers_and_numbers_beside_an_instance_are_refused(
         Trainer([{"params": [one], "betas": (0.01 * i, 0.9)} for i, one in enumerate(many)], "torch.adam", kvstore=None)
 
 
+def test_numbers_of_groups_follow_parameters_that_get_the_keys_of_rank_0():
+    """The first parameter of each group keeps its key, and the others exchange theirs."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(4)]
+    groups = [{"params": weights[:2]}, {"params": weights[2:], "lr": 0.5, "betas": (0.5, 0.9)}]
+    model = Trainer(groups, "torch.adam", {"lr": 0.25}, kvstore=None)._model
+    key_of = {0: 0, 1: 3, 2: 2, 3: 1}
+    for parameter in model.parameters:
+        parameter.key = key_of[parameter.key]
+    model.groups.rekey(key_of)
+    rule = model.optimizer
+    assert [rule.for_key(key).beta1 for key in range(4)] == [0.9, 0.5, 0.5, 0.9]
+    assert [rule.pushed_lr(key) for key in range(4)] == [0.25, 0.5, 0.5, 0.25]
+
+
 def test_checkpoints_have_the_states(tmp_path):
     """A trainer that loads goes on as the one that saved, to the bit, on servers."""
     runs = []
