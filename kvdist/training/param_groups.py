@@ -140,7 +140,7 @@ class ParamGroups:
             before, factors = getattr(live, table), self._factors[name]
             setattr(live, table, {key: factor for key, factor in tables[table].items() if factor != 1.0})
             for place, (members, group) in enumerate(zip(self._members, self.param_groups, strict=True)):
-                old, new = (of.get(members[0].key, 1.0) if members else 1.0 for of in (before, tables[table]))
+                old, new = (by_key.get(members[0].key, 1.0) if members else 1.0 for by_key in (before, tables[table]))
                 factors[place] = factors[place] / old * new if old else new
                 group[word] = getattr(live, name) * factors[place]
         for group, words in zip(self.param_groups, self._words(), strict=True):
@@ -159,7 +159,8 @@ class ParamGroups:
 
     def _words(self) -> list[dict[str, Any]]:
         """For each group the optimizer's numbers but rate and decay, by torch's names."""
-        return [words_of(self.optimizer.for_key(of[0].key) if of else self.optimizer) for of in self._members]
+        live = self.optimizer
+        return [words_of(live.for_key(members[0].key) if members else live) for members in self._members]
 
     def _read_rule(self, anew: bool) -> None:
         """Give the optimizer the other numbers of the groups."""
@@ -172,9 +173,8 @@ class ParamGroups:
             return
         fields: dict[str, Any] = TorchRule.arguments(wanted[0])
         if isinstance(live, TorchRule):
-            fields = grouped(
-                type(live), [([one.key for one in of], words) for of, words in zip(self._members, wanted, strict=True)]
-            )
+            keys = [[one.key for one in members] for members in self._members]
+            fields = grouped(type(live), list(zip(keys, wanted, strict=True)))
         elif any(words != wanted[0] for words in wanted):
             raise ValueError(f"{', '.join(wanted[0])} is different in {wanted}; a trainer needs the same in all groups")
         changed = {name: number for name, number in fields.items() if vars(live)[name] != number}
