@@ -319,7 +319,7 @@ def test_each_python_example_runs_alone_in_the_embedded_cluster(
         assert [line.partition(". ")[0] for line in said.splitlines()[:1]] == expected
 
 
-def test_the_quickstart_prints_a_loss_of_both_workers_in_each_epoch(tmp_path: Path) -> None:
+def test_the_quickstart_prints_a_loss_of_both_workers_in_each_epoch(forked: type[Forked], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     quickstart = section(README, "Quickstart: 60 seconds")
     ((_, script),) = [block for block in FENCE.findall(quickstart) if block[0] == "python"]
@@ -327,12 +327,11 @@ def test_the_quickstart_prints_a_loss_of_both_workers_in_each_epoch(tmp_path: Pa
     shown = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", quickstart, re.MULTILINE)
     (tmp_path / "train.py").write_text(script, "utf-8")
     words = [sys.executable if word == "python" else word for word in command.split()]
-    argv = [sys.executable, "-m", "kvdist_launch", *words]
-    done = subprocess.run(
-        argv, cwd=tmp_path, env=plain_environment(), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr
-    printed = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", done.stdout, re.MULTILINE)
+    argv, pipe = [sys.executable, "-m", "kvdist_launch", *words], subprocess.PIPE
+    with forked(argv, cwd=tmp_path, env=plain_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    printed = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", out, re.MULTILINE)
     assert sorted(printed) == sorted(shown) and {worker for worker, _ in printed} == {"w0", "w1"}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cases import each
+from tests.forks import Forked
 
 TIMEOUT_S = 200
 
@@ -32,14 +34,22 @@ STARTS = {
 }
 
 
-def run(launcher: tuple[str, ...], script: Path, text: str) -> subprocess.CompletedProcess[str]:
-    script.write_text(text)
-    argv = [sys.executable, "-m", *launcher, sys.executable, str(script)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
+@pytest.fixture
+def run(forked: type[Forked]) -> Callable[[tuple[str, ...], Path, str], subprocess.CompletedProcess[str]]:
+    """``run(launcher, script, text)`` writes the script and launches it: launcher and workers are forked."""
+
+    def launched(launcher: tuple[str, ...], script: Path, text: str) -> subprocess.CompletedProcess[str]:
+        script.write_text(text)
+        argv = [sys.executable, "-m", *launcher, sys.executable, str(script)]
+        with forked(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    return launched
 
 
-@each("begin, how", [(begin, how) for begin in (STORE, RANK) for how in STARTS])
-def test_a_child_in_the_place_of_its_parent_is_told_so_and_of_the_guard(tmp_path, begin, how):
+@each("begin, how", [*((STORE, how) for how in STARTS), (RANK, "spawn")])
+def test_a_child_in_the_place_of_its_parent_is_told_so_and_of_the_guard(run, tmp_path, begin, how):
     launcher, first = begin
     done = run(launcher, tmp_path / "train.py", first + STARTS[how])
     by = "" if how == "subprocess" else ", started by multiprocessing,"
@@ -50,7 +60,7 @@ def test_a_child_in_the_place_of_its_parent_is_told_so_and_of_the_guard(tmp_path
 
 
 @each("policy", ["continue", "wait"])
-def test_a_child_of_a_worker_without_a_rank_is_not_one_more(tmp_path, policy):
+def test_a_child_of_a_worker_without_a_rank_is_not_one_more(run, tmp_path, policy):
     launcher, first = STORE
     unranked = f"import os; os.environ.pop('KVDIST_RANK', None)\n{first}"
     done = run((*launcher, "--on-loss", policy), tmp_path / "train.py", unranked + STARTS["spawn"])
@@ -59,7 +69,7 @@ def test_a_child_of_a_worker_without_a_rank_is_not_one_more(tmp_path, policy):
 
 
 @each("begin", [STORE, RANK])
-def test_with_the_guard_children_run(tmp_path, begin):
+def test_with_the_guard_children_run(run, tmp_path, begin):
     launcher, first = begin
     guarded = MULTIPROCESSING.format(method="spawn").strip().replace("\n", "\n    ")
     done = run(launcher, tmp_path / "train.py", f"if __name__ == '__main__':\n    {first}\n    {guarded}\n")
@@ -74,7 +84,7 @@ raise SystemExit(subprocess.run(inner).returncode)
 """
 
 
-def test_a_worker_starts_a_job_of_its_own(tmp_path):
+def test_a_worker_starts_a_job_of_its_own(run, tmp_path):
     launcher, first = STORE
     text = f"INNER = {first + '; print(1 + store.rank, store.num_workers)'!r}\n{first}{NESTED}"
     done = run(launcher, tmp_path / "train.py", text)
@@ -95,13 +105,13 @@ hvd.barrier()
 """
 
 
-def test_the_descriptor_that_rank_0_has_inherited_is_not_left_to_children(tmp_path):
+def test_the_descriptor_that_rank_0_has_inherited_is_not_left_to_children(run, tmp_path):
     done = run(RANK[0], tmp_path / "train.py", DESCRIPTOR)
     told = sorted(line.partition("│ ")[2] for line in done.stdout.splitlines())
     assert (done.returncode, told) == (0, ["rank 0 True None False", "rank 1 False None None"]), done.stderr
 
 
-def test_a_number_that_is_another_descriptor_here_is_named(tmp_path):
+def test_a_number_that_is_another_descriptor_here_is_named(run, tmp_path):
     (tmp_path / "inner.py").write_text(RANK[1])
     wrapper = f"import subprocess, sys\nsubprocess.run([sys.executable, {str(tmp_path / 'inner.py')!r}], check=True)\n"
     done = run(RANK[0], tmp_path / "wrapper.py", wrapper)
