@@ -21,10 +21,11 @@ def main():
     sums = hvd.grouped_allreduce(noise(hvd.rank()), op=hvd.Sum)
     expected = [torch.stack(ranks).sum(dim=0) for ranks in zip(*map(noise, range(hvd.size())), strict=True)]
     for one, other in zip(sums, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5), (one, other)
     shares = current().group()._channel.waits_in_begin  # as it does where it sums in memory that ranks share
     digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in sums)).hexdigest()
-    print(f"rank {hvd.rank()} of {hvd.size()}: shares {shares}, digest {digest}", flush=True)
+    place = f"{hvd.local_rank()} of {hvd.local_size()} here, {hvd.cross_rank()} of {hvd.cross_size()} across"
+    print(f"rank {hvd.rank()} of {hvd.size()}: {place}; shares {shares}, digest {digest}", flush=True)
     hvd.shutdown()
 
 
