@@ -49,6 +49,7 @@ def secret(tmp_path):
     return path
 
 
+@pytest.mark.slow_cases("ranks of Open MPI")
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_advised_works(job, secret):
     command, remedies, count = JOBS[job]
