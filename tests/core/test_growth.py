@@ -26,7 +26,7 @@ from tests.simulation import (
     run,
 )
 
-STEPS = 40
+STEPS = 28
 """After these, and after twice as many, the sizes of all containers are compared."""
 ROUNDS = 2 * STEPS + 4
 EXAMPLES = 9 * ROUNDS // 2
@@ -63,7 +63,7 @@ LINES_PER_EFFECT_MAX = 100
 
 
 @pytest.mark.slow_cases(
-    *("a second model", "async", "leases of a scheduler that may return"),
+    *("a second model", "async", "leases", "leases of a scheduler that may return"),
     *("snapshots", "quorum", "delays"),
 )
 @pytest.mark.parametrize("name", STEADY)
