@@ -86,7 +86,7 @@ def may_import_torch(args: Sequence[str], folder: str) -> bool:
     """Whether a program of a command speaks of torch: to import it takes as long as eighty forks that have it."""
     files = [Path(folder, word) for word in args if word.endswith(".py")]
     texts = [*args, *(file.read_text("utf-8") for file in files if file.exists())]
-    return any(re.search(r"\b(torch|Trainer|horovod|keras)\b", text) for text in texts)
+    return any(re.search(r"\b(torch|Trainer|horovod|keras|collective|hybrid)\b", text) for text in texts)
 
 
 @contextlib.contextmanager
