@@ -69,7 +69,7 @@ def launched(job, tmp_path, *more, options=(), workers=WORKERS):
 @pytest.mark.parametrize(
     ("victims", "program"),
     [
-        (["server-1"], ()),
+        pytest.param(["server-1"], (), marks=pytest.mark.slow),
         (["server-0", "server-1"], ()),
         (["scheduler", "server-1"], ()),
         pytest.param(["server-0", "scheduler", "server-1"], (), marks=pytest.mark.slow),
