@@ -28,7 +28,7 @@ from tests.collective.ranks import returned, run_ranks
 two = Together(2, 2)
 four = Together(4, 2)
 
-STEPS, WARM, EPOCHS = 30, 5, 6
+STEPS, WARM, EPOCHS = 15, 5, 3
 EXAMPLES, PASS, PASSES = 79, 8, 2
 """Five steps an epoch. The last pass has 7 examples: 4 and 3 for two workers; 2, 2, 2 and 1 for four."""
 CLIP = 0.4

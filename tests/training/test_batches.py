@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
 from kvdist import SplitSampler, Trainer, kv
-from tests.cases import each
+from tests.cases import each, pairs
 
 EPOCHS, LENGTH = 3, 41
 
@@ -83,9 +83,10 @@ AHEAD = {"num_workers": 2}
 KEPT = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
 
 
-@pytest.mark.parametrize("loader", [PLAIN, AHEAD, KEPT], ids=["0", "2", "persistent"])
-@pytest.mark.parametrize("by", ["size", "batch_sampler", "sampler of batches"])
-@pytest.mark.parametrize("drop_last", [False, True])
+@each(
+    "loader, by, drop_last",
+    pairs([PLAIN, AHEAD, KEPT], ["size", "batch_sampler", "sampler of batches"], [False, True]),
+)
 def test_a_run_that_is_stopped_and_goes_on_makes_the_steps_of_one_that_is_not(loader, by, drop_last):
     whole = Run(by=by, drop_last=drop_last, **loader)
     end = whole.train()
