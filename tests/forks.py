@@ -3,7 +3,7 @@
 `Forked` is `subprocess.Popen` for the programs of this Python: ``[sys.executable, "train.py", ...]``, ``-m`` or ``-c``.
 Each is a child of the process that asks for it, with its own environment, directory, streams, descriptors and
 ``__main__``, and ends as an interpreter does. What is not such a program is started as `subprocess.Popen` starts it. A
-launcher that is forked has the processes of its job forked too.
+launcher that is forked, and a script that speaks of kvdist_launch, has the processes of its job forked too.
 
 A process that forks has one thread and no socket but the one on which it is asked. A test about how a process starts
 needs one that is started from scratch.
@@ -84,9 +84,14 @@ def is_program(args: Any) -> bool:
 
 def may_import_torch(args: Sequence[str], folder: str) -> bool:
     """Whether a program of a command speaks of torch: to import it takes as long as eighty forks that have it."""
-    files = [Path(folder, word) for word in args if word.endswith(".py")]
-    texts = [*args, *(file.read_text("utf-8") for file in files if file.exists())]
+    texts = [*args, *(text_of(os.path.join(folder, word)) for word in args)]
     return any(re.search(r"\b(torch|Trainer|horovod|keras|collective|hybrid)\b", text) for text in texts)
+
+
+def text_of(program: str) -> str:
+    """What a script says; nothing where the word is no script."""
+    file = Path(program)
+    return file.read_text("utf-8") if program.endswith(".py") and file.exists() else ""
 
 
 @contextlib.contextmanager
@@ -184,7 +189,7 @@ def be(
         warnings.simplefilter(env["PYTHONWARNINGS"])
     tempfile.tempdir = None  # to be looked up again
     program, words = argv[1], argv[2:]
-    if program == "-m" and words[0] in LAUNCHERS:
+    if words[0] in LAUNCHERS if program == "-m" else "kvdist_launch" in text_of(program):
         fork_for_this_process()
     first = os.path.dirname(os.path.abspath(program)) if program.endswith(".py") else ""
     sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *installed]
