@@ -81,7 +81,8 @@ GOES_ON = ("--on-loss", "continue", "--restart", "3")
 
 
 @pytest.mark.parametrize(
-    ("how", "options", "code"), [("stopped", GOES_ON, 0), ("a thread", (), 137), ("a pool", (), 137)]
+    ("how", "options", "code"),
+    [("stopped", GOES_ON, 0), ("a thread", (), 137), pytest.param("a pool", (), 137, marks=pytest.mark.slow)],
 )
 def test_a_worker_that_does_not_end_after_its_goodbye_is_told_of_and_killed(job, script, how, options, code):
     launcher = job.launch(2, 1, sys.executable, script(DOES_NOT_END), how, options=options)
