@@ -32,9 +32,10 @@ IS_RANK_1 = "os.environ['KVDIST_RANK'] == '1'"
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A machine that runs other tests may let a process stand still for 10 s, which is no loss."""
+def patient(monkeypatch, forked):
+    """A machine that runs other tests may let a process stand still for 10 s, which is no loss; all are forked."""
     monkeypatch.setenv("KVDIST_PATIENCE_S", "60")
+    monkeypatch.setattr(subprocess, "Popen", forked)
 
 
 def by_value(source: str, name: str = "fn"):
