@@ -147,14 +147,34 @@ def _place_of(out: Array, inputs: Sequence[Array]) -> int | None:
 def _evaluate_at_once(
     expression: Expression, inputs: Sequence[Array], numbers: Sequence[float], outs: Sequence[Array]
 ) -> None:
-    found = expression(*inputs, *numbers)
+    found = _results(expression, expression(*inputs, *numbers), len(outs))
     if len(outs) == 1:
-        outs[0][...] = found
+        outs[0][...] = found[0]
         return
     if not {id(one) for one in inputs}.isdisjoint(map(id, found)):  # an input as it came is saved from other results
         found = [one.copy() for one in found]
     for out, new in zip(outs, found, strict=True):
         out[...] = new
+
+
+def _results(expression: Expression, found: Any, count: int) -> Sequence[Any]:
+    """The results of an expression in a sequence.
+
+    Args:
+        expression: the expression, for the message.
+        found: what the expression has returned.
+        count: number of results that it has to return.
+
+    Raises:
+        ValueError: there are more or fewer results.
+    """
+    results = found if isinstance(found, tuple) else (found,)
+    if len(results) != count:
+        raise ValueError(
+            f"{expression.__module__}.{expression.__qualname__} returns {len(results)} results, not {count}: it must"
+            " return the new weight and a new array for each of the rule's states, in the order of state_names"
+        )
+    return results
 
 
 class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
@@ -322,7 +342,7 @@ def _plan(expression: Expression, inputs: int, numbers: Sequence[float], same: t
     used = [one for _, operands, _ in steps for one in operands]
     if any(one is not _ZERO and not isinstance(one, _Traced | _Number) for one in used):
         return _WITHOUT  # a number that was computed from others: it would be a constant
-    results = list(found) if isinstance(found, tuple) else [found]
+    results = list(_results(expression, found, len(same)))
     for i, (one, own) in enumerate(zip(results, same, strict=True)):
         if one in given and given.index(one) != own:
             results[i] = np.positive(one)

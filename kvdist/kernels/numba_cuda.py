@@ -360,7 +360,7 @@ def update(
         has_master: whether there is a float32 weight behind a half weight.
 
     Raises:
-        TypeError: the source of the expression cannot be read, or it is a closure.
+        TypeError: the source of the expression cannot be read, it is a closure, or it has a literal number.
     """
     element, wide = _element(dtype), _wide(dtype)
     source, real = wide if is_wide else element, dtype.accumulate.type

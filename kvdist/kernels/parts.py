@@ -131,7 +131,8 @@ class Compiler(NamedTuple):
         """An expression, or a function that it calls, as a part of a kernel.
 
         Raises:
-            TypeError: the function is a closure, whose variables a copy would not have.
+            TypeError: the function is a closure, whose variables a copy would not have; or it has a literal number
+                other than 0, which the compiler would take for float64 or int64.
         """
         own = self.replacements.get(function) or _FOR_ONE_ELEMENT.get(function)
         if own is not None:
@@ -139,6 +140,12 @@ class Compiler(NamedTuple):
         if function.__closure__:
             raise TypeError(
                 f"the expression {function.__qualname__} is a closure, which cannot be compiled: move it out"
+            )
+        literal = next((one for one in function.__code__.co_consts if isinstance(one, int | float) and one), None)
+        if literal is not None:
+            raise TypeError(
+                f"the expression {function.__qualname__} has the literal number {literal}, with which a compiled kernel"
+                " would have other bits than NumPy: pass it with the numbers of the Equation"
             )
         parts = {name: self.compiled(one) for name, one in called(function).items()}
         return self.copied(self.rewritten(function), parts)

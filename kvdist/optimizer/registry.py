@@ -83,8 +83,8 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
         )
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
-        near = did_you_mean(optimizer, registered())
-        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}{near and f'; {near}'}")
+        near = did_you_mean(optimizer, registered()) or "a rule of your own needs @register, and its module imported"
+        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}; {near}")
     arguments = cls.arguments(hyperparameters)
     _refuse_unknown(cls, arguments)
     if defaults is not None:

@@ -213,6 +213,21 @@ def test_an_expression_that_cannot_be_compiled_is_evaluated_and_others_are_compi
     assert (weight == 0.5).all()
 
 
+def test_an_expression_with_a_literal_number_is_evaluated_and_the_number_is_named(caplog):
+    pytest.importorskip("numba")
+    from kvdist.kernels import numba_cpu
+
+    def thirds(grad, weight, lr):
+        return weight - grad * 0.3 * lr if lr != 0 else weight
+
+    kernels = choose("numba", Loader(lambda: (numba_cpu.VERSION, numba_cpu.build)))
+    weight = np.ones(5, np.float32)
+    equation = Equation(thirds, (0.5,))
+    assert not kernels.fused_update(equation, weight, [weight], [1.0], None, weight, [], DType.FLOAT32)
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "thirds has the literal number 0.3" in message and "pass it with the numbers of the Equation" in message
+
+
 # In processes of their own: what an interpreter does at its ends, and with other caches.
 
 SUM = """
