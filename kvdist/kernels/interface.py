@@ -104,7 +104,7 @@ class Equation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the rule: for messages, and by which kernels of GPUs know the rules of this package."""
+        """Name of the rule for messages; with its module, unless the rule is of this package."""
         rule = self.expression
         ours = rule.__module__.startswith("kvdist.optimizer.")
         return rule.__name__ if ours else f"{rule.__module__}.{rule.__qualname__}"

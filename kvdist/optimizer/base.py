@@ -131,7 +131,10 @@ class Optimizer(ABC):
     @property
     @abstractmethod
     def state_names(self) -> tuple[str, ...]:
-        """Names of the state arrays of each slice, in the order in which `apply` gets them."""
+        """Names of the state arrays of each slice, in the order in which the expression and `apply` get them.
+
+        A subclass has a tuple as a class attribute, or a property if the states depend on the hyper-parameters.
+        """
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Write the new weight to `out` and the new state to `state`: those of `equation`, evaluated with NumPy.

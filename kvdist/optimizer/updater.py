@@ -315,7 +315,7 @@ class Updater:
         return scratch
 
     def _apply(self, update: _PieceUpdate, dtype: DType) -> None:
-        """Update a piece; its state counts from now on."""
+        """Update a piece, then keep its state and the number of the update."""
         if update.piece.weight.size:  # without elements there are no norms
             equation = formula_of(self.optimizer, update.step)
             if not self._update_fused(update, equation, dtype):
