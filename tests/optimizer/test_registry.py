@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvdist.optimizer import NAG, SGD, Adam, AdamW, Optimizer, Test, create, fro
 from kvdist.optimizer.registry import registered
 from kvdist.optimizer.torch_rules import TORCH_RULES
 from tests.cases import each
+from tests.optimizer.formulas import TABLE
 
 DEFAULTS = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.0},
@@ -67,6 +69,8 @@ def test_an_instance_is_returned_as_it_is_and_takes_no_numbers():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown optimizer 'adma': known are .*adam, adamax, adamw,.*sgd.*test"):
         create("adma")
+    with pytest.raises(ValueError, match=r"torch\.sgd; a rule of your own needs @register, and its module imported$"):
+        create("zzzzzz")
 
 
 def test_unknown_names_that_are_like_known_ones_are_refused_with_those():
@@ -140,6 +144,12 @@ def test_defaults_are_those_of_the_mirrored_system(name):
 def test_no_optimizer_is_left_out():
     ours = [name for name in registered() if type(create(name)).__module__.startswith("kvdist.")]
     assert ours == sorted([*DEFAULTS, *(rule.name for rule in TORCH_RULES)])
+
+
+def test_every_optimizer_has_a_published_formula_and_is_in_the_reference():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "rules.md").read_text()
+    assert {name for name, _, _ in TABLE} == set(DEFAULTS)
+    assert [name for name in DEFAULTS if f"| `{name}` | " not in page] == []
 
 
 def test_an_optimizer_prints_what_of_its_rule_is_not_the_default():
