@@ -141,7 +141,7 @@ class Compiler(NamedTuple):
             raise TypeError(
                 f"the expression {function.__qualname__} is a closure, which cannot be compiled: move it out"
             )
-        literal = next((one for one in function.__code__.co_consts if isinstance(one, int | float) and one), None)
+        literal = next((one for one in function.__code__.co_consts if type(one) in (int, float) and one), None)
         if literal is not None:
             raise TypeError(
                 f"the expression {function.__qualname__} has the literal number {literal}, with which a compiled kernel"
