@@ -27,6 +27,9 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Expression
 DEVICE_ELEMENTS = 1 << 24
 """How many elements of a GPU's arrays are evaluated at a time, which bounds the memory that an expression takes."""
 
+PLANNED_ELEMENTS = 4096
+"""Shorter arrays are evaluated as the expression stands: to find a plan takes longer than it saves."""
+
 _ZERO = 0.0
 """The constant of the functions below; plans know it by its identity."""
 
@@ -124,7 +127,7 @@ def evaluate(
             _evaluate_at_once(expression, [one[part] for one in inputs], numbers, [one[part] for one in outs])
         return
     plan = None
-    if first.ndim == 1:
+    if len(first) >= PLANNED_ELEMENTS and first.ndim == 1:
         rounded = np.array(numbers, first.dtype).tolist()
         plan = _planned(expression, len(inputs), rounded, tuple([_place_of(out, inputs) for out in outs]))
     if plan is None or not plan.steps:

@@ -15,7 +15,7 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, STATES_MAX
 from kvdist.optimizer import adagrad, adam, ftrl, layerwise, sgd, torch_rules
 from tests.cases import each
 
-LONG = 16 * 1024
+LONG = 4 * elementwise.PLANNED_ELEMENTS
 MODULES = [adagrad, adam, ftrl, layerwise, sgd, torch_rules]
 MAKERS = ("Equation", "evaluate")
 """Functions whose first argument is an expression."""
