@@ -205,27 +205,30 @@ Guard = tuple[Callable[[float, float], bool], int, float, bool]
 """A comparison of a number, by its place among the numbers, with another number; and how it came out."""
 
 
-class _Number(float):
+def _computed(_self: _Number, *others: Any) -> Any:
+    if any(isinstance(one, _Traced) for one in others):
+        return NotImplemented  # an array computes with it
+    raise TypeError("an expression that computes numbers from its numbers has no plan: a branch may depend on them")
+
+
+class _Number:
     """A number of an expression that is being planned. The expression may compare it, and take its negative.
+
+    It is no float, and nothing can be computed from it: a plan would keep what depends on this number.
 
     Attributes:
         place: place among the numbers; ~place for the negative of a number.
+        value: the number.
         guards: comparisons on which the plan depends; each is added.
     """
 
-    place: int
-    guards: list[Guard]
-
-    @classmethod
-    def at(cls, place: int, value: float, guards: list[Guard]) -> _Number:
-        number = cls(value)
-        number.place, number.guards = place, guards
-        return number
+    def __init__(self, place: int, value: float, guards: list[Guard]) -> None:
+        self.place, self.value, self.guards = place, value, guards
 
     def _compared(self, compare: Callable[[float, float], bool], other: Any) -> bool:
-        if isinstance(other, _Number) or self.place < 0:
+        if type(other) not in (int, float) or self.place < 0:
             raise TypeError("an expression compares its numbers, as they are, with constants only")
-        outcome = compare(float(self), other)
+        outcome = compare(self.value, other)
         self.guards.append((compare, self.place, other, outcome))
         return outcome
 
@@ -251,9 +254,12 @@ class _Number(float):
         return self._compared(operator.ne, 0.0)
 
     def __neg__(self) -> _Number:
-        return _Number.at(~self.place, -float(self), [])
+        return _Number(~self.place, -self.value, self.guards)
 
-    __hash__ = float.__hash__
+    __hash__ = object.__hash__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _computed
+    __abs__ = __pos__ = __round__ = __int__ = __float__ = __trunc__ = __floor__ = __ceil__ = _computed
 
 
 class _Plan(NamedTuple):
@@ -305,8 +311,9 @@ class _Plan(NamedTuple):
             np.copyto(arrays[target], arrays[source])
 
 
-_PLANS: dict[tuple[Expression, int, tuple[int | None, ...]], list[_Plan]] = {}
-"""Expression, number of inputs, and for each out the input that it is → a plan for each way through its branches."""
+_PLANS: dict[tuple[Expression, int, int, tuple[int | None, ...]], list[_Plan]] = {}
+"""Expression, numbers of its inputs and numbers, and for each out the input that it is → a plan for each way through
+its branches."""
 
 _WITHOUT = _Plan([], [], 0, [])
 """In the place of a plan, for an expression that needs more than functions of NumPy."""
@@ -316,7 +323,7 @@ def _planned(
     expression: Expression, inputs: int, numbers: Sequence[float], same: tuple[int | None, ...]
 ) -> _Plan | None:
     """The plan of an expression for these numbers, which some 50 µs make; later calls find it."""
-    plans = _PLANS.setdefault((expression, inputs, same), [])
+    plans = _PLANS.setdefault((expression, inputs, len(numbers), same), [])
     for plan in plans:
         if plan.fits(numbers):
             return plan
@@ -334,12 +341,15 @@ def _plan(expression: Expression, inputs: int, numbers: Sequence[float], same: t
         inputs: number of inputs.
         numbers: numbers that choose the branches.
         same: for each out the input that it is, or None.
+
+    Raises:
+        ValueError: the expression returns more or fewer results than there are outs.
     """
     steps: list[tuple[Any, tuple[Any, ...], _Traced]] = []
     guards: list[Guard] = []
     given = [_Traced(steps) for _ in range(inputs)]
     try:
-        found = expression(*given, *[_Number.at(place, value, guards) for place, value in enumerate(numbers)])
+        found = expression(*given, *[_Number(place, value, guards) for place, value in enumerate(numbers)])
     except (AttributeError, TypeError):
         return _WITHOUT
     used = [one for _, operands, _ in steps for one in operands]

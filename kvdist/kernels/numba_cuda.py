@@ -392,6 +392,7 @@ class _Products(ast.NodeTransformer):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         if not isinstance(node.target, ast.Name) or not isinstance(node.op, ast.Mult):
+            self.generic_visit(node)
             return node
         product = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
         return ast.Assign([node.target], self.visit_BinOp(product))
@@ -409,9 +410,11 @@ def _with_rounded_products(function: Function, times: Function) -> Function:
         raise TypeError(
             f"the source of the expression {function.__qualname__} cannot be read ({error}): define it in a file"
         ) from error
-    tree = ast.parse(source)
-    (definition,) = tree.body
-    if not isinstance(definition, ast.FunctionDef):
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a part of a statement, such as a lambda in a dict
+        tree = ast.Module([], [])
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         raise TypeError(f"the expression {function.__qualname__} is not defined by `def`")
     ast.fix_missing_locations(_Products().visit(tree))
     program = compile(tree, inspect.getfile(function), "exec", flags=__future__.annotations.compiler_flag)

@@ -131,8 +131,8 @@ class Compiler(NamedTuple):
         """An expression, or a function that it calls, as a part of a kernel.
 
         Raises:
-            TypeError: the function is a closure, whose variables a copy would not have; or it has a literal number
-                other than 0, which the compiler would take for float64 or int64.
+            TypeError: the function is a closure, whose variables a copy would not have; or it has a number other than
+                0, which the compiler would take for float64 or int64.
         """
         own = self.replacements.get(function) or _FOR_ONE_ELEMENT.get(function)
         if own is not None:
@@ -141,11 +141,12 @@ class Compiler(NamedTuple):
             raise TypeError(
                 f"the expression {function.__qualname__} is a closure, which cannot be compiled: move it out"
             )
-        literal = next((one for one in function.__code__.co_consts if type(one) in (int, float) and one), None)
-        if literal is not None:
+        number = next((one for one in _constants(function) if type(one) in (int, float) and one), None)
+        if number is not None:
             raise TypeError(
-                f"the expression {function.__qualname__} has the literal number {literal}, with which a compiled kernel"
-                " would have other bits than NumPy: pass it with the numbers of the Equation"
+                f"the expression {function.__qualname__} has the number {number}, as a literal or a constant of a"
+                " module, with which a compiled kernel would have other bits than NumPy: pass it with the numbers of"
+                " the Equation"
             )
         parts = {name: self.compiled(one) for name, one in called(function).items()}
         return self.copied(self.rewritten(function), parts)
@@ -165,6 +166,14 @@ def called(function: Function) -> dict[str, Function]:
     """The functions of Python that a function may call, by their names in its module."""
     named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     return {name: value for name, value in named.items() if isinstance(value, types.FunctionType)}
+
+
+def _constants(function: Function) -> list[Any]:
+    """The constants of a function: literals, and values of names in its module and in modules that it names."""
+    code, names = function.__code__, function.__globals__
+    found = [names[name] for name in code.co_names if name in names]
+    modules = [one for one in found if isinstance(one, types.ModuleType)]
+    return [*code.co_consts, *found, *[getattr(one, name, None) for one in modules for name in code.co_names]]
 
 
 def digest(function: Function) -> str:

@@ -324,11 +324,20 @@ def test_only_products_of_an_expression_are_rewritten():
 
     rewritten = numba_cuda._with_rounded_products(with_products, times)
     assert rewritten(2.0, 3.0, 5.0) == with_products(2.0, 3.0, 5.0)
-    assert calls == [(3.0, 5.0), (2.0, 5.0), (-5.0, 2.0)]
+    assert calls == [(3.0, 5.0), (2.0, 3.0), (2.0, 5.0), (-5.0, 2.0)]
+
+
+RULES_OF_A_TABLE = {"one": lambda grad, weight, rate: weight - grad * rate}
+
+
+def test_an_expression_without_a_def_is_refused():
+    with pytest.raises(TypeError, match="is not defined by `def`"):
+        numba_cuda.update(RULES_OF_A_TABLE["one"], DType.FLOAT32, 0, 1, 1, False, False)
 
 
 def with_products(grad, weight, rate):
     weight *= rate
+    weight += grad * 3.0
     return weight / grad + (grad * rate - -rate * grad)
 
 

@@ -225,7 +225,7 @@ def test_an_expression_with_a_literal_number_is_evaluated_and_the_number_is_name
     equation = Equation(thirds, (0.5,))
     assert not kernels.fused_update(equation, weight, [weight], [1.0], None, weight, [], DType.FLOAT32)
     (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "thirds has the literal number 0.3" in message and "pass it with the numbers of the Equation" in message
+    assert "thirds has the number 0.3" in message and "pass it with the numbers of the Equation" in message
 
 
 # In processes of their own: what an interpreter does at its ends, and with other caches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import sys
 
 import numpy as np
@@ -205,3 +206,33 @@ def test_a_result_too_many_or_too_few_is_an_error():
         cut = [one[:short] for one in arrays]
         with pytest.raises(ValueError, match=r"remembered returns \d results, not \d: it must return the new weight"):
             evaluate(remembered, cut, (0.1,), (*cut[1:], cut[0].copy()))
+
+
+def product_decides(grad, weight, lr, wd, other):
+    return weight - grad if lr * wd != 0 else weight + grad
+
+
+def size_decides(grad, weight, lr, wd, other):
+    return weight - grad if abs(wd) != 0 else weight + grad
+
+
+def square_decides(grad, weight, lr, wd, other):
+    return weight - grad if wd != lr * lr else weight + grad
+
+
+def infinity_decides(grad, weight, lr, wd, other):
+    return weight - grad if math.isinf(other) else weight + grad
+
+
+def has_a_default(grad, weight, lr, wd=0.0, other=0.0):
+    return weight - limited(grad, lr) * lr - decayed(grad, weight, wd)
+
+
+@each("expression", [product_decides, size_decides, square_decides, infinity_decides, has_a_default])
+def test_what_is_computed_from_numbers_is_in_no_plan(expression):
+    grad, weight = np.random.default_rng(1).standard_normal((2, LONG)).astype(np.float32)
+    for numbers in ((0.5, 0.5, 1.0), (0.5, 0.0, 1.0), (0.5, 0.25, np.inf), (0.25, 0.25, 1.0)):
+        for count in (1, 3) if expression is has_a_default else (3,):
+            out = np.empty_like(weight)
+            evaluate(expression, (grad.copy(), weight), numbers[:count], (out,))
+            np.testing.assert_array_equal(out, expression(grad.copy(), weight, *numbers[:count]))
