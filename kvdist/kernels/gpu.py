@@ -25,15 +25,24 @@ OR_THE_HOST = "or set KVDIST_GPU=host to bring gradients to the host and sum the
 
 
 def gpu_index(value: Any) -> int | None:
-    """Index of the GPU on which a value lies; None for host memory, or for a value that is not an array."""
+    """Index of the GPU on which a value lies; None for host memory, or for a value that is not an array.
+
+    Raises:
+        DeviceError: the array does not say on which GPU it lies, and CuPy or numba-cuda, which find it, is missing.
+    """
     if getattr(value, "__cuda_array_interface__", None) is None and not _is_cuda_tensor(value):
         return None
     where = getattr(value, "__dlpack_device__", None)
     if where is not None:
         code, index = where()
         return int(index) if int(code) in _ON_GPU else None
-    from kvdist.kernels.cupy_runtime import index_of  # arrays of numba do not say where they lie
-
+    try:
+        from kvdist.kernels.cupy_runtime import index_of  # arrays of numba do not say where they lie
+    except ImportError as error:
+        raise DeviceError(
+            f"an array of {type(value).__module__.partition('.')[0]} lies on a GPU, which needs {_missing(error)}, or"
+            " copy it to the host"
+        ) from error
     return index_of(value)
 
 
@@ -55,13 +64,17 @@ def open_gpu(index: int, otherwise: str = OR_THE_HOST) -> Device:
     try:
         from kvdist.kernels.cupy_device import open_device
     except ImportError as error:
-        raise DeviceError(
-            f"cuda:{index} needs CuPy and numba-cuda, and one of them cannot be imported ({error}): install both with"
-            f" `pip install cupy-cuda12x 'numba-cuda[cu12]'`, {otherwise}"
-        ) from error
+        raise DeviceError(f"cuda:{index} needs {_missing(error)}, {otherwise}") from error
     device = open_device(index)
     LOG.info("%s is driven by %s", device.name, device.library)
     return device
+
+
+def _missing(error: ImportError) -> str:
+    return (
+        f"CuPy and numba-cuda, and one of them cannot be imported ({error}): install both with"
+        " `pip install cupy-cuda12x 'numba-cuda[cu12]'`"
+    )
 
 
 def has_libraries() -> bool:
