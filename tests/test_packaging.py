@@ -29,6 +29,7 @@ IMPORT_NAMES = {
     "PyYAML": {"yaml"},
     "cupy-cuda12x": {"cupy", "cupyx"},
     "numba": {"llvmlite", "numba"},
+    "cuda-bindings": {"cuda"},
     "numba-cuda": {"numba"},
     "pyzmq": {"zmq"},
     "scikit-learn": {"sklearn"},

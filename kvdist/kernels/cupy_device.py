@@ -23,7 +23,7 @@ from cupy.cuda import runtime
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels import numba_cuda
-from kvdist.kernels.cupy_runtime import CupyRuntime, torch_with_cuda, translated
+from kvdist.kernels.cupy_runtime import CupyRuntime, NotCompiledError, torch_with_cuda, translated
 from kvdist.kernels.interface import STATES_MAX, Array, Device, Equation, Kernels
 from kvdist.kernels.numba_cuda import CHUNK_BYTES, SOURCES_MAX, THREADS, Kernel
 from kvdist.kernels.quantization import (
@@ -372,9 +372,8 @@ class CupyDevice:
             return False
         sources, own, is_wide = contributions, scales, False
         if not 0 < len(contributions) <= SOURCES_MAX:
-            total = self._runtime.zeros(weight.size, dtype.accumulate)
-            if contributions:
-                self._weighted_sum(contributions, scales, dtype, total)
+            total = self._runtime.empty(weight.size, dtype.accumulate)
+            self._weighted_sum(contributions, scales, dtype, total)
             sources, own, is_wide = [total], (1.0,), True
         own, factor = factored(own)
         kernel = self._update_kernel(equation, dtype, len(states), len(sources), is_wide, master is not None)
@@ -395,7 +394,7 @@ class CupyDevice:
             states, *rest = shape
             kernel = numba_cuda.update(rule, dtype, states, len(equation.numbers), *rest)
             self._runtime.prepare(kernel)
-        except (TypeError, DeviceError) as error:
+        except (TypeError, NotCompiledError) as error:
             self._not_compiled.add(rule)
             LOG.warning(
                 "%s: CuPy evaluates %s function by function, which is slower: %s", self.name, equation.name, error

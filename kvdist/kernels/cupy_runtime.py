@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 
 from kvdist.errors import DeviceError
 from kvdist.kernels.interface import Array
-from kvdist.kernels.numba_cuda import BLOCKS_MAX, SIMULATED, THREADS, Kernel, tuple_type
+from kvdist.kernels.numba_cuda import BLOCKS_MAX, SIMULATED, THREADS, Kernel, assembled, tuple_type
 
 _DIRECT_STREAMS = int(cupy.__version__.partition(".")[0]) >= 14
 """Whether CuPy takes streams of other libraries by their protocol; before that, by their address."""
@@ -174,7 +174,8 @@ class CupyRuntime:
         """Compile a kernel, unless that has been done or numba's simulator runs it.
 
         Raises:
-            DeviceError: numba cannot compile the kernel.
+            NotCompiledError: numba cannot compile the kernel.
+            DeviceError: the GPU cannot load it.
         """
         if not SIMULATED:
             self._function(kernel)
@@ -194,14 +195,16 @@ class CupyRuntime:
             return self._compiled[kernel]
 
     def _program(self, kernel: Kernel, capability: tuple[int, int]) -> tuple[bytes, str]:
+        """The program of a kernel, which CUDA loads, and the kernel's name in it."""
         try:
-            return kernel.compile(capability)
+            ptx, name = kernel.compile(capability)
         except Exception as error:
-            raise DeviceError(
+            raise NotCompiledError(
                 f"numba cannot compile {kernel.function.__name__} for {self._name} ({type(error).__name__}:"
                 f" {first_line(error)}); if no kernel can be compiled, install numba-cuda with its compiler, such as"
                 " with `pip install 'numba-cuda[cu12]'`"
             ) from error
+        return assembled(ptx, capability), name
 
     def _typed(self, name: str, value: Any) -> Any:
         """An argument of a kernel as a number of NumPy, an array, a tuple of them, or in the simulator a list."""
@@ -215,6 +218,10 @@ class CupyRuntime:
             return np.dtype(name).type(value)
         self.address(value)  # refuses what a kernel would fail on
         return value.view(np.ndarray).view(name[:-1]) if SIMULATED else value
+
+
+class NotCompiledError(DeviceError):
+    """numba cannot compile a kernel. Other failures of a GPU, such as a full memory, say nothing of the kernel."""
 
 
 class _Foreign:
@@ -270,6 +277,11 @@ def translated(name: str) -> Iterator[None]:
         yield
     except DeviceError:
         raise
+    except cupy.cuda.compiler.CompileException as error:  # of CuPy's own functions; not a RuntimeError
+        raise DeviceError(
+            f"CuPy cannot compile for {name}: {first_line(error)}; install CuPy for this driver together with CUDA's"
+            " headers, such as with `pip install 'cupy-cuda12x[ctk]'`"
+        ) from error
     except (MemoryError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, MemoryError) or "out of memory" in text.lower() or "MemoryAllocation" in text:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import __future__
 
 import ast
+import importlib.metadata
 import inspect
+import logging
 import operator
 import re
 import textwrap
@@ -36,13 +38,18 @@ from kvdist.kernels import elementwise, parts
 from kvdist.kernels.interface import Expression
 from kvdist.kernels.parts import Compiler, Function
 
-VERSION = f"numba {numba.__version__}"
+LOG = logging.getLogger("kvdist")
 
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether kernels run in numba's simulator."""
 
-if not SIMULATED and getattr(cuda, "implementation", "") != "NVIDIA":
-    raise ImportError("numba needs the package numba-cuda for GPUs", name="numba_cuda")
+VERSION = f"numba {numba.__version__}"
+"""What compiles the kernels, for the log."""
+
+if not SIMULATED:
+    if getattr(cuda, "implementation", "") != "NVIDIA":
+        raise ImportError("numba needs the package numba-cuda for GPUs", name="numba_cuda")
+    VERSION += f", numba-cuda {importlib.metadata.version('numba-cuda')}"
 
 THREADS = 2 if SIMULATED else 256
 """Threads of a block. The simulator starts a thread of Python for each: few, but more than one, to share the loops."""
@@ -103,6 +110,32 @@ class Kernel(NamedTuple):
         given = [FakeCUDAArray(one) if isinstance(one, np.ndarray) else one for one in arguments]
         with _SIMULATOR:
             cuda.jit(self.function)[blocks, THREADS](*given)
+
+
+def assembled(ptx: bytes, capability: tuple[int, int]) -> bytes:
+    """Machine code of a device for PTX: drivers older than numba's compiler load it, but refuse the compiler's PTX.
+
+    Without nvJitLink, which comes with ``numba-cuda[cu12]``, or if that fails, the PTX itself: the driver assembles it.
+
+    Args:
+        ptx: the program.
+        capability: compute capability of the device.
+    """
+    try:
+        from cuda.bindings import nvjitlink
+
+        linker = nvjitlink.create(1, [f"-arch=sm_{capability[0]}{capability[1]}"])
+        try:
+            nvjitlink.add_data(linker, nvjitlink.InputType.PTX, ptx, len(ptx), "kvdist")
+            nvjitlink.complete(linker)
+            code = bytearray(nvjitlink.get_linked_cubin_size(linker))
+            nvjitlink.get_linked_cubin(linker, code)
+        finally:
+            nvjitlink.destroy(linker)
+    except Exception as error:  # noqa: BLE001  # missing, too old for the PTX or the device, another interface
+        LOG.debug("nvJitLink has not assembled a kernel, so the driver does: %s", error)
+        return ptx
+    return bytes(code)
 
 
 def _numba_type(name: str) -> str:
@@ -402,24 +435,33 @@ def _with_rounded_products(function: Function, times: Function) -> Function:
     """A function of an expression, whose products are rounded each by itself.
 
     Raises:
-        TypeError: the source of the function cannot be read.
+        TypeError: the source of the function cannot be read, is that of a lambda, or has changed since the import.
     """
+    name = function.__qualname__
     try:
         source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError) as error:
-        raise TypeError(
-            f"the source of the expression {function.__qualname__} cannot be read ({error}): define it in a file"
-        ) from error
-    try:
         tree = ast.parse(source)
-    except SyntaxError:  # a part of a statement, such as a lambda in a dict
-        tree = ast.Module([], [])
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
-        raise TypeError(f"the expression {function.__qualname__} is not defined by `def`")
-    ast.fix_missing_locations(_Products().visit(tree))
-    program = compile(tree, inspect.getfile(function), "exec", flags=__future__.annotations.compiler_flag)
-    (code,) = [constant for constant in program.co_consts if isinstance(constant, types.CodeType)]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise TypeError(f"the source of the expression {name} cannot be read ({error}): define it in a file") from error
+    if not isinstance(tree.body[0], ast.FunctionDef):
+        raise TypeError(f"the expression {name} is not defined by `def`")
+    if [_instructions(code) for code in _codes_of(tree, function)] != [_instructions(function.__code__)]:
+        raise TypeError(f"the file of the expression {name} has changed since it was imported: start the program again")
+    (code,) = _codes_of(ast.fix_missing_locations(_Products().visit(tree)), function)
     return types.FunctionType(code, {**function.__globals__, "_times": times}, function.__name__)
+
+
+def _codes_of(tree: ast.Module, function: Function) -> list[types.CodeType]:
+    """The code of a function as its definition has it, not run; none if the definition is of another function."""
+    program = compile(tree, inspect.getfile(function), "exec", flags=__future__.annotations.compiler_flag)
+    codes = [constant for constant in program.co_consts if isinstance(constant, types.CodeType)]
+    return [code for code in codes if code.co_name == function.__code__.co_name]
+
+
+def _instructions(code: types.CodeType) -> tuple[Any, ...]:
+    """What a function does, without its docstring and its lines."""
+    constants = [constant for constant in code.co_consts if not isinstance(constant, str)]
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 # Codes.
@@ -504,7 +546,8 @@ DEQUANTISE = {1: Kernel(_dequantise_1bit, _VALUES), 2: Kernel(_dequantise_2bit, 
 """By the bits of a code, the kernel ``(data, limit, out, adds, size)``."""
 
 
-# Rows of a table. 2^lanes neighbouring threads share a row, so that no thread divides.
+# Rows of a table. 2^lanes neighbouring threads share a row, so that no thread divides for a row. Therefore columns are
+# counted by `while`, too: numba's `range` divides by its step.
 
 
 def lanes_of(length: int) -> int:
@@ -517,9 +560,11 @@ def _add_rows(table, indices, rows, length, lanes, count):
     for i in range(cuda.grid(1), count << lanes, cuda.gridsize(1)):
         row = i >> lanes
         target, source = indices[row] * length, row * length
-        for column in range(i & ((1 << lanes) - 1), length, 1 << lanes):
+        column = i & ((1 << lanes) - 1)
+        while column < length:
             new = _read(table[target + column]) + _read(rows[source + column])
             table[target + column] = _write(new)
+            column += 1 << lanes
 
 
 @cache
@@ -536,7 +581,8 @@ def _sum_groups(rows, order, starts, out, groups, count, length, lanes):
         group = i >> lanes
         begin = starts[group]
         end = starts[group + 1] if group + 1 < groups else count
-        for column in range(i & ((1 << lanes) - 1), length, 1 << lanes):
+        column = i & ((1 << lanes) - 1)
+        while column < length:
             first = rows[order[begin] * length + column]
             if end - begin > 1:
                 total = _read(first)
@@ -544,6 +590,7 @@ def _sum_groups(rows, order, starts, out, groups, count, length, lanes):
                     total = total + _read(rows[order[k] * length + column])
                 first = _write(total)
             out[group * length + column] = first
+            column += 1 << lanes
 
 
 @cache

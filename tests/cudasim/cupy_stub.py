@@ -68,6 +68,10 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
+class CompileException(Exception):
+    """Of the compiler of CuPy's own functions; as CuPy's, not a RuntimeError."""
+
+
 class Stub:
     """The state of the pretended library, and the parts of its modules."""
 
@@ -148,6 +152,7 @@ class Stub:
             PythonFunctionAllocator=Allocator, get_current_stream=lambda: self.streams[-1], UnownedMemory=Unowned,
             MemoryPointer=Pointer,
             function=types.SimpleNamespace(Module=Module),
+            compiler=types.SimpleNamespace(CompileException=CompileException),
         )  # fmt: skip
         self.module = types.SimpleNamespace(
             __version__="14.2.0", cuda=self.cuda, ndarray=StubArray, empty=self.empty,

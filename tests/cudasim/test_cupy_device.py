@@ -201,6 +201,26 @@ def test_a_driver_older_than_the_compiler_is_told_in_a_sentence(device, compiled
     assert array.size
 
 
+def test_cupy_s_own_functions_that_cannot_be_compiled_are_told_in_a_sentence(device, stub):
+    stub.failure = cupy_stub.CompileException("cannot open source file cuda_fp16.h\nmore")
+    with pytest.raises(DeviceError, match="CuPy cannot compile for cuda:0: cannot open source file cuda_fp16.h; .*ctk"):
+        device.kernels.empty(10, SINGLE)
+
+
+def test_a_rule_is_not_given_up_for_a_memory_that_is_full_once(device, stub, compiled):
+    one = device.kernels.zeros(3, SINGLE)
+    call = Equation(plain, (0.1,)), one, [one], [1.0], None, one, [], DType.FLOAT32
+    stub.failure = RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+    with pytest.raises(DeviceError, match="the memory of cuda:0 is full"):
+        device.kernels.fused_update(*call)
+    stub.failure = None
+    assert device.kernels.fused_update(*call)
+
+
+def plain(grad, weight, rate):
+    return weight - grad * rate
+
+
 def test_a_rule_that_cannot_be_compiled_is_evaluated_by_cupy_s_functions_and_logged_once(device, caplog):
     def closure(grad, weight, lr):
         return weight - grad * lr * one.size
@@ -339,6 +359,33 @@ def with_products(grad, weight, rate):
     weight *= rate
     weight += grad * 3.0
     return weight / grad + (grad * rate - -rate * grad)
+
+
+def test_a_lambda_is_refused_wherever_it_stands():
+    for rule in (
+        lambda grad, weight, rate: weight - grad,
+        dict(rule=lambda grad, weight, rate: weight - rate * grad)["rule"],  # noqa: C408  # its line is no program
+    ):
+        with pytest.raises(TypeError, match="cannot be read|is not defined by `def`"):
+            numba_cuda.update(rule, DType.FLOAT32, 0, 1, 1, False, False)
+
+
+def test_an_expression_whose_file_has_changed_since_the_import_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "changing_rules.py"
+    text = "def rule(grad, weight, rate):\n    return weight - grad * rate\n"
+    for other in ("def rule(grad, weight, rate):\n    return weight + grad * rate\n", "def other():\n    pass\n"):
+        file.write_text(text)
+        read = {}
+        exec(compile(text, str(file), "exec"), read)
+        assert numba_cuda.update(read["rule"], DType.FLOAT32, 0, 1, 1, False, False)
+        exec(compile(text, str(file), "exec"), read)
+        file.write_text(f"{other}\n")
+        with pytest.raises(TypeError, match="the file of the expression rule has changed since it was imported"):
+            numba_cuda.update(read["rule"], DType.FLOAT32, 0, 1, 1, False, False)
+
+
+def test_what_cannot_be_assembled_here_is_left_to_the_driver():
+    assert numba_cuda.assembled(b"no program", (9, 0)) == b"no program"
 
 
 def test_an_expression_without_a_source_is_refused():

@@ -22,6 +22,8 @@ from tests.optimizer.formulas import TABLE
 
 INSTALLED = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
 IS_HERE = "numba-cuda" in INSTALLED and any("nvvm" in name or "cuda-nvcc" in name for name in INSTALLED)
+ASSEMBLES = any("nvjitlink" in name for name in INSTALLED)
+"""Whether the programs are assembled too, as they are for a device; otherwise its driver does that."""
 
 pytestmark = pytest.mark.skipif(not IS_HERE, reason="numba-cuda and NVVM are not installed: NOTHING IS COMPILED")
 
@@ -85,6 +87,8 @@ def update_kernels(dtype):
 def require_exact(kernels, capability, monkeypatch):
     from numba.cuda import dispatcher
 
+    from kvdist.kernels import numba_cuda
+
     # Functions that become part of a kernel ask for the device's kind by themselves.
     monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=capability))
     count = 0
@@ -95,6 +99,9 @@ def require_exact(kernels, capability, monkeypatch):
         assert f".entry {entry}(" in text
         assert not FREE.findall(text), kernel
         parameters = len(re.findall(r"\.param", text.partition(")")[0]))
+        if ASSEMBLES:
+            code = numba_cuda.assembled(ptx, capability)
+            assert code.startswith(b"\x7fELF") and entry.encode() in code, kernel
         assert parameters == sum(int(name.partition("[")[2].rstrip("]") or 1) for name in kernel.types), kernel
         count += 1
     return count
@@ -103,6 +110,16 @@ def require_exact(kernels, capability, monkeypatch):
 @each("capability", [(8, 0), (9, 0)])
 def test_kernels_are_compiled_to_instructions_that_round_as_the_host_does(monkeypatch, capability):
     assert require_exact(moving_kernels(), capability, monkeypatch) > 50
+
+
+@each("name", ["add_rows", "sum_groups"])
+def test_no_thread_divides_for_a_row(monkeypatch, name):
+    from kvdist.kernels import numba_cuda
+
+    kernel = getattr(numba_cuda, name)(DType.FLOAT32)
+    require_exact([kernel], (9, 0), monkeypatch)
+    ptx, _ = kernel.compile((9, 0))
+    assert len(re.findall(r"div\.s64", ptx.decode())) == 1  # by the size of the grid, once for each thread
 
 
 @pytest.mark.slow
