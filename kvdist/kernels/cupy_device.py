@@ -54,7 +54,7 @@ def open_device(index: int) -> Device:
     """The GPU of this number among the visible ones; begins to use it.
 
     Raises:
-        DeviceError: there is none, or it cannot be used; the message says why and what to do.
+        DeviceError: the GPU does not exist or cannot be used; the message says why and what to do.
     """
     try:
         count = runtime.getDeviceCount()
@@ -163,7 +163,7 @@ class CupyDevice:
 
         Raises:
             TypeError, ValueError: the value is not of `dtype`, or not contiguous.
-            DeviceError: it lies elsewhere.
+            DeviceError: the value lies on another device.
         """
         torch = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(value, torch.Tensor)
@@ -451,7 +451,7 @@ class CupyDevice:
         for array, offset in zip(arrays, offsets, strict=True):
             if not 0 <= offset <= bucket.size - array.nbytes:
                 raise ValueError(f"{array.nbytes} bytes at {offset} do not fit into a bucket of {bucket.size}")
-        return [bucket[offset : offset + one.nbytes] for one, offset in zip(arrays, offsets, strict=True)]
+        return [bucket[offset : offset + array.nbytes] for array, offset in zip(arrays, offsets, strict=True)]
 
     def _copy_arrays(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         """Copy the bytes of each source to its target."""
@@ -466,11 +466,18 @@ class CupyDevice:
         self._launch_for(numba_cuda.copy_arrays(itemsize), counts, itemsize, given, taken)
 
     def _launch_for(self, kernel: Kernel, sizes: Sequence[int], itemsize: int, *arguments: Any) -> None:
-        """Launch a kernel for many arrays, of so many elements, which are its first arguments."""
+        """Launch a kernel that takes many arrays in chunks.
+
+        Args:
+            kernel: the kernel.
+            sizes: number of elements of each array.
+            itemsize: bytes of an element.
+            arguments: the kernel's first arguments; the last are the sizes and chunks.
+        """
         length = CHUNK_BYTES // itemsize
         chunks = [-(-size // length) for size in sizes]
         firsts = np.cumsum([0, *chunks[:-1]], dtype=np.int64)
-        tables = [self._runtime.sent(one) for one in (np.array(sizes, np.int64), firsts)]
+        tables = [self._runtime.sent(table) for table in (np.array(sizes, np.int64), firsts)]
         total = sum(chunks)
         self._runtime.launch(kernel, total * THREADS, *arguments, *tables, len(sizes), total, length)
 

@@ -41,7 +41,7 @@ class CupyRuntime:
 
     @contextmanager
     def here(self) -> Iterator[Any]:
-        """Context in which the GPU and its stream, which it gives, are current. CuPy's errors pass unchanged."""
+        """Context in which the GPU and its stream, its value, are current. CuPy's errors pass unchanged."""
         torch = torch_with_cuda()
         with self._device:
             stream = cupy.cuda.get_current_stream() if torch is None else _stream_of(torch, self._index)
@@ -79,7 +79,9 @@ class CupyRuntime:
                 runtime.memsetAsync(self.address(array), 0, array.nbytes, stream.ptr)
 
     def address(self, array: Array) -> int:
-        """The address of an array. An array is refused on which a kernel would fail, because then CUDA fails for good.
+        """The address of an array.
+
+        Arrays on which a kernel would fail are refused: after such a failure a process cannot use CUDA any more.
 
         Raises:
             TypeError: the array is not CuPy's.
@@ -105,7 +107,7 @@ class CupyRuntime:
                 runtime.memcpyAsync(target, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def sent(self, host: Array) -> Array:
-        """A copy on the GPU of an array of the host, which may change at once: CUDA's copy has read pageable memory."""
+        """A copy on the GPU of an array in pageable memory of the host, which CUDA has read when this returns."""
         array = self.empty(host.size, host.dtype)
         self.copy_from_host(host, array)
         return array
@@ -157,14 +159,14 @@ class CupyRuntime:
         blocks = self.grid(threads) // THREADS
         with self.active():
             with np.errstate(all="ignore"):
-                given = [self._typed(name, one) for name, one in zip(kernel.types, arguments, strict=True)]
+                given = [self._typed(name, value) for name, value in zip(kernel.types, arguments, strict=True)]
             if SIMULATED:
                 kernel.simulate(blocks, given)
             else:
-                flat = [part for one in given for part in (one if isinstance(one, tuple) else (one,))]
-                # `given` keeps the tables until the kernel is enqueued; their memory is reused after it.
-                numbers = [one if isinstance(one, np.generic) else np.uint64(one.data.ptr) for one in flat]
-                self._function(kernel)((blocks,), (THREADS,), tuple(numbers))
+                flat = [part for value in given for part in (value if isinstance(value, tuple) else (value,))]
+                # `given` keeps the tables until the kernel is enqueued; what reuses their memory runs after the kernel.
+                words = [part if isinstance(part, np.generic) else np.uint64(part.data.ptr) for part in flat]
+                self._function(kernel)((blocks,), (THREADS,), tuple(words))
 
     def grid(self, threads: int) -> int:
         """Number of threads of the grid that `launch` makes for so many threads."""
@@ -207,13 +209,20 @@ class CupyRuntime:
         return assembled(ptx, capability), name
 
     def _typed(self, name: str, value: Any) -> Any:
-        """An argument of a kernel as a number of NumPy, an array, a tuple of them, or in the simulator a list."""
+        """An argument of a kernel: a number of NumPy's, an array, or a tuple of these.
+
+        A table of arrays is an array of their addresses on the GPU, and a list of the arrays in the simulator.
+
+        Args:
+            name: the argument's type, as in `Kernel.types`.
+            value: the argument, as given to `launch`.
+        """
         element, count = tuple_type(name)
         if count is not None:
-            return tuple([self._typed(element, one) for one in value])
+            return tuple([self._typed(element, part) for part in value])
         if name.endswith("**"):
-            typed = [self._typed(name[:-1], one) for one in value]
-            return typed if SIMULATED else self.sent(np.array([one.data.ptr for one in typed], np.uint64))
+            typed = [self._typed(name[:-1], array) for array in value]
+            return typed if SIMULATED else self.sent(np.array([array.data.ptr for array in typed], np.uint64))
         if not name.endswith("*"):
             return np.dtype(name).type(value)
         self.address(value)  # refuses what a kernel would fail on
@@ -289,10 +298,11 @@ def translated(name: str) -> Iterator[None]:
                 f"the memory of {name} is full ({first_line(error)}): keep fewer or smaller values there, or use"
                 " another device"
             ) from error
-        if "UNSUPPORTED_PTX_VERSION" in text:
+        if "UNSUPPORTED_PTX_VERSION" in text or "INVALID_IMAGE" in text:
             raise DeviceError(
                 f"the driver of {name} is older than the compiler of numba-cuda ({first_line(error)}): install a newer"
-                " driver, or the compiler of the driver's version of CUDA, such as an older nvidia-cuda-nvcc-cu12"
+                " driver, or the compiler and nvJitLink of the driver's version of CUDA, such as with `pip install"
+                " 'numba-cuda[cu12]'`"
             ) from error
         raise DeviceError(f"{name} failed: {first_line(error)}") from error
 

@@ -3,13 +3,13 @@
 Rules that hold here:
 
 * Every operation is the reference's, in its order and type, so that the results are equal bit by bit (a NaN stays a
-  NaN). NVVM would contract a product and an addition to one instruction, so every product is `_times`, which it must
-  round by itself; in expressions of rules `*` is replaced by it (`_with_rounded_products`).
+  NaN). NVVM would contract a product and an addition to one instruction, so every product is a call of `_times`, whose
+  result is rounded; in expressions of rules `_with_rounded_products` writes the call in the place of `*`.
 * A kernel is a template, a function with its parts as globals, for one set of types: see `Kernel`. Where a template
   takes a tuple, it is compiled for each length.
 * Halves are their bits, in uint16. Sums of halves, and states of their rules, are of float32.
-* A template is a loop over elements, rows or chunks, which a grid of any size shares. Bytes that it moves are those of
-  its arrays, each once.
+* A template is a loop over elements, rows or chunks, which a grid of any size shares. It reads and writes each element
+  of its arrays at most once.
 * With ``NUMBA_ENABLE_CUDASIM=1`` numba's simulator runs the same functions as Python, with NumPy's numbers.
 """
 
@@ -196,7 +196,7 @@ else:
         return libdevice.half2float(np.int16(half))
 
     _TIMES = {np.float32: _part(_times_float), np.float64: _part(_times_double)}
-    # One instruction each.
+    # Each of these casts is a single instruction of the device.
     _OWN_CASTS = {"to_float16": _part(_to_float16), "from_float16": _part(_from_float16)}
 
 
@@ -247,7 +247,7 @@ def _wide(dtype: DType) -> _Element:
     return _element(DType.FLOAT32) if dtype.storage != dtype.accumulate else _element(dtype)
 
 
-# Globals that a kernel's template has of its own.
+# Globals of templates, for which each kernel has its own values.
 
 _read: Any = _same
 _read_source: Any = _same
@@ -355,7 +355,7 @@ _STEPS: Sequence[Function] = (_step_0, _step_1, _step_2, _step_3)
 
 
 def _update(out, weight, states, sources, scales, factor, limit, numbers, size):
-    """The rule for the gradient factor · Σ scales[j]·sources[j], cut to ±limit."""
+    """out, states ← the rule for the gradient factor · Σ scales[j]·sources[j], cut to ±limit."""
     for i in range(cuda.grid(1), size, cuda.gridsize(1)):
         grad = _times(_read_source(sources[0][i]), scales[0])
         for j in range(1, len(sources)):
@@ -365,7 +365,7 @@ def _update(out, weight, states, sources, scales, factor, limit, numbers, size):
 
 
 def _update_with_master(out, weight, master, states, sources, scales, factor, limit, numbers, size):
-    """As `_update`. The master follows a weight to which it does not round: that is newer."""
+    """As `_update`, from the master; from the weight where the master does not round to it: the weight is newer."""
     for i in range(cuda.grid(1), size, cuda.gridsize(1)):
         grad = _times(_read_source(sources[0][i]), scales[0])
         for j in range(1, len(sources)):
@@ -618,6 +618,7 @@ def _array_of(firsts, count, chunk):
 
 
 def _copy_arrays(sources, targets, sizes, firsts, count, chunks, length):
+    """targets[k] ← sources[k]."""
     for chunk in range(cuda.blockIdx.x, chunks, cuda.gridDim.x):
         array = _array_of(firsts, count, chunk)
         start = (chunk - firsts[array]) * length
