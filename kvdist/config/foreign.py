@@ -40,7 +40,7 @@ FOREIGN = (
             "values of the host are summed on the thread that pushes, those of GPUs there"),
     Foreign(f"{TREE} MXNET_KVSTORE_TREE_LINK_USAGE_PENALTY", "GPUs are not summed along a tree"),
     Foreign("MXNET_KVSTORE_USETREE",
-            "GPUs that reach each other are summed first where not all do; there is nothing to set"),
+            "values of several GPUs are summed on one of them, in the order of the devices; there is nothing to set"),
     Foreign("MXNET_KVSTORE_DIST_ROW_SPARSE_VERBOSE", "kvdist.profiler shows what travels"),
     Foreign("MXNET_UPDATE_AGGREGATION_SIZE MXNET_OPTIMIZER_AGGREGATION_SIZE",
             "all parameters of a step travel together"),

@@ -229,7 +229,6 @@ class StoreCompression:
             own = part.device.kernels.empty(coded_size(codec.encoding, part.size), np.dtype(np.uint8))
             codec.write(part.array, self._residual_on((key, place), part), part.device.kernels, own)
             codes.append(OnDevice(part.device, own))
-        # One by one: codes are not numbers, so GPUs that reach each other have nothing to sum.
         return _decoded(codec, [moved(one, home) for one in codes], parts[0].size, home)
 
     def _encode(self, parts: Sequence[Bits], residual: Bits) -> tuple[Bits, int]:

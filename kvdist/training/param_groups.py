@@ -80,6 +80,7 @@ class ParamGroups:
             ValueError: a number is out of range; a number has changed that cannot change, or not in one group alone; a
                 group was added; or the user's optimizer has got a hook of its step.
         """
+        self._adopt()
         if self.given is not None:
             _refuse_hooks(self.given)
         for optimizer in self.shown:
@@ -87,8 +88,18 @@ class ParamGroups:
         self._read_rule(anew)
         self.read_numbers()
 
+    def _adopt(self) -> None:
+        """Take a list of groups that was assigned to an optimizer of torch's class, as wrappers of optimizers do."""
+        for optimizer in self.shown:
+            if optimizer.param_groups is not self.param_groups:
+                self.param_groups = optimizer.param_groups
+                for other in self.shown:
+                    other.param_groups = self.param_groups
+                return
+
     def read_numbers(self) -> None:
         """Give the optimizer the rate and decay of the groups: a number for all, and factors of keys."""
+        self._adopt()
         live = self.optimizer
         for name, (word, table) in NUMBERS.items():
             if name == "learning_rate" and live.lr_scheduler is not None:
@@ -194,8 +205,9 @@ class ParamGroups:
             numbers = {name: vars(live)[name] for name in numbers_of(type(live))}
             if type(live)(**{**numbers, **changed}).state_names != live.state_names:
                 raise ValueError(
-                    f"{said}, for which the optimizer was made without a state: give it a number above 0 from the"
-                    " start, as in {'momentum': 0.9}, or make the scheduler with cycle_momentum=False"
+                    f"{said}, which needs other states than the optimizer has: give that number from the start, as in"
+                    " {'momentum': 0.9}, or make another Trainer; a scheduler that changes the momentum takes"
+                    " cycle_momentum=False"
                 )
         for name, number in changed.items():
             live.change_here(name, number)

@@ -82,7 +82,7 @@ def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -
 
 
 class SignalPipe:
-    """While entered, interruptions only make `descriptor` readable.
+    """While entered, interruptions only make `descriptor` readable, and the ends of children are kept for the launcher.
 
     Must be entered in the main thread, before children are started: they then get the default treatment of SIGINT even
     where a shell started the launcher in the background, with SIGINT ignored.
@@ -102,6 +102,8 @@ class SignalPipe:
             if number != signal.SIGINT and is_ignored(number):
                 continue  # Under nohup, for one, the job is meant to outlive its terminal.
             self._handlers_before[number] = signal.signal(number, _do_nothing)
+        # Ignored, or with a handler that reaps, exit codes of children would be lost.
+        self._handlers_before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -293,8 +295,18 @@ class ChildProcess:
         return printed if self._result is None else (*printed, self._result)
 
     def exit(self) -> ProcessExit | None:
-        """How it ended; None while it runs. It stays unreaped."""
-        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        """How it ended; None while it runs. It stays unreaped.
+
+        Raises:
+            ConfigError: this program has taken the exit code, by ignoring SIGCHLD or by a handler that reaps.
+        """
+        try:
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError as error:
+            raise ConfigError(
+                f"the exit code of {self.node} is lost, because this program ignores SIGCHLD or reaps all children in a"
+                " handler of it: set signal.signal(signal.SIGCHLD, signal.SIG_DFL) before kvdist_launch.run"
+            ) from error
         if result is None:
             return None
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status

@@ -110,6 +110,16 @@ def test_lambdas_closures_and_large_values_travel():
     assert results == [(3, big + b"x")]
 
 
+@each("treatment", [signal.SIG_IGN, signal.SIG_DFL])
+def test_exit_codes_are_the_launcher_s_whatever_this_program_does_with_sigchld(treatment):
+    before = signal.signal(signal.SIGCHLD, treatment)
+    try:
+        assert kvdist_launch.run(lambda: 3, np=1, servers=1) == [3]
+        assert signal.getsignal(signal.SIGCHLD) == treatment
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_variables_reach_the_workers_and_those_of_the_launcher_are_refused():
     fn = by_value("def fn():\n    import os\n    return os.environ['MY_NAME'], os.environ['KVDIST_RANK']")
     assert kvdist_launch.run(fn, np=2, servers=1, env={"MY_NAME": "a=b"}) == [("a=b", "0"), ("a=b", "1")]

@@ -138,8 +138,20 @@ def test_one_cycle_needs_a_momentum_to_cycle():
     _, (net, optimizer), _ = pair(kvstore=None)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9)
     net(torch.randn(6, 5)).square().mean().backward()
-    with pytest.raises(ValueError, match="made without a state: give it a number above 0 from the start"):
+    with pytest.raises(ValueError, match="needs other states than the optimizer has: give that number from the start"):
         optimizer.step()
+
+
+def test_groups_that_are_assigned_count():
+    trainer, (ours, optimizer), (other, theirs) = pair()
+    for one in (optimizer, theirs):
+        one.param_groups = [{**group, "lr": 0.5} for group in one.param_groups]
+    x = torch.randn(6, 5)
+    for net, one in ((ours, optimizer), (other, theirs)):
+        net(x).square().mean().backward()
+        one.step()
+    assert_same(ours, other)
+    assert trainer.learning_rate == 0.5
 
 
 def test_groups_of_a_trainer_have_one_momentum():
