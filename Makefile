@@ -68,7 +68,7 @@ scenarios: $(VENV)/.installed-dev
 test-all: lint types docs
 	@tests/machines/packages.sh
 	@# Not in the environment from the start: numba-cuda has every Python that starts there begin with code of its own.
-	@$(PIP_INSTALL) numba-cuda nvidia-nvvm || echo "make: numba-cuda cannot be installed here: ITS KERNELS ARE NOT COMPILED" >&2
+	@$(PIP_INSTALL) numba-cuda nvidia-nvvm nvidia-cuda-nvrtc || echo "make: numba-cuda cannot be installed here: ITS KERNELS ARE NOT COMPILED" >&2
 	@$(PIP_INSTALL) lightning transformers accelerate || \
 	  echo "make: Lightning and transformers cannot be installed here: THEIR PROGRAMS ARE NOT TESTED" >&2
 	@examples/mxnet_bridge/environment.sh >/dev/null && examples/mxnet_bridge/environment.sh 2.0.0b1 >/dev/null || \
