@@ -251,6 +251,7 @@ def _wide(dtype: DType) -> _Element:
 
 _read: Any = _same
 _read_source: Any = _same
+_gradient: Any = None
 _write: Any = _same
 _times: Any = operator.mul
 _step: Any = None
@@ -354,23 +355,25 @@ _STEPS: Sequence[Function] = (_step_0, _step_1, _step_2, _step_3)
 """An element of a rule with no state, and with one to three: moves the states and returns the new weight."""
 
 
+def _sum_of(i, sources, scales, factor, limit):
+    """Element i of factor · Σ scales[j]·sources[j], cut to ±limit."""
+    grad = _times(_read_source(sources[0][i]), scales[0])
+    for j in range(1, len(sources)):
+        grad = grad + _times(_read_source(sources[j][i]), scales[j])
+    return _limited(_times(grad, factor), limit)
+
+
 def _update(out, weight, states, sources, scales, factor, limit, numbers, size):
     """out, states ← the rule for the gradient factor · Σ scales[j]·sources[j], cut to ±limit."""
     for i in range(cuda.grid(1), size, cuda.gridsize(1)):
-        grad = _times(_read_source(sources[0][i]), scales[0])
-        for j in range(1, len(sources)):
-            grad = grad + _times(_read_source(sources[j][i]), scales[j])
-        grad = _limited(_times(grad, factor), limit)
+        grad = _gradient(i, sources, scales, factor, limit)
         out[i] = _write(_step(i, grad, _read(weight[i]), states, numbers))
 
 
 def _update_with_master(out, weight, master, states, sources, scales, factor, limit, numbers, size):
     """As `_update`, from the master; from the weight where the master does not round to it: the weight is newer."""
     for i in range(cuda.grid(1), size, cuda.gridsize(1)):
-        grad = _times(_read_source(sources[0][i]), scales[0])
-        for j in range(1, len(sources)):
-            grad = grad + _times(_read_source(sources[j][i]), scales[j])
-        grad = _limited(_times(grad, factor), limit)
+        grad = _gradient(i, sources, scales, factor, limit)
         start = master[i] if _write(master[i]) == weight[i] else _read(weight[i])
         new = _step(i, grad, start, states, numbers)
         master[i] = new
@@ -406,7 +409,8 @@ def update(
         *weights, f"{wide.name}*[{max(1, states)}]", f"{source.name}*[{count}]", f"{wide.name}[{count}]", wide.name,
         wide.name, f"{wide.name}[{numbers}]", "int64",
     ]  # fmt: skip
-    own = {"_read": element.read, "_write": element.write, "_read_source": source.read, "_times": times, "_step": step}
+    gradient = compiler.copied(_sum_of, {"_read_source": source.read, "_times": times})
+    own = {"_read": element.read, "_write": element.write, "_gradient": gradient, "_step": step}
     return _kernel(_update_with_master if has_master else _update, types, **own)
 
 
